@@ -1,0 +1,28 @@
+"""slurm_pt: model-parallel PyTorch training on Slurm.
+
+The public names: `main` decorates a Hydra program, `train` runs our trainer on its config, and
+`start` gives a loop of your own its ranks, run folder, checkpoints and the wish to stop.
+Importing this imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slurm_pt.program import main
+    from slurm_pt.worker import Run, start, train
+
+__version__ = "0.1.0"
+__all__ = ["Run", "__version__", "main", "start", "train"]
+
+_HOMES = {"main": "program", "Run": "worker", "start": "worker", "train": "worker"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a public name on first use, so that the login side never pays for torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slurm_pt' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(f"slurm_pt.{_HOMES[name]}"), name)

@@ -1,0 +1,12 @@
+"""The state of a run on disk, so that an attempt can go on where the last one stopped.
+
+Takes: named tensors of this rank, how they are split over the tensor group, and plain JSON.
+Gives: committed folders `checkpoints/step_00000012/`, and the newest usable one back, in any
+layout.
+Never does: pickle, overwrite a committed step, delete the last good one, or start afresh in
+silence when checkpoints are there but cannot be used.
+
+`store` is the folders and files, without torch: the login node reads it. `tensor_files` writes and
+reads tensors for torch.distributed.checkpoint, `state` says which tensors this rank saves,
+`random_state` the random generators, `checkpointer` does it all on all ranks.
+"""

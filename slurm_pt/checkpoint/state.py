@@ -1,0 +1,152 @@
+"""Which tensors a rank saves, and the form torch.distributed.checkpoint (DCP) takes them in.
+
+Stored names and shapes are those of the whole tensor, the same in every layout: that is what lets
+a checkpoint of any (tp, pp, dp) be loaded into any other. A part of a tensor is a contiguous
+block along its shard dim. A fused weight (q, k and v in one) is no such block once it is split, so
+its parts go in under names of their own, as views.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slurm_pt.plan.layout import ParallelLayout, Place
+
+if TYPE_CHECKING:
+    from slurm_pt.checkpoint.tensor_files import StoredTensor
+    from slurm_pt.parallel.groups import ProcessGroups
+
+
+def save_tree(
+    tensors: Mapping[str, Tensor],
+    shard_dims: Mapping[str, int | None],
+    groups: ProcessGroups,
+) -> dict[str, Tensor]:
+    """The state dict for DCP, to save from or to load into; it shares the tensors' memory.
+
+    A tensor that is split over the tensor group becomes a DTensor, which tells DCP where the part
+    lies in the whole. Any other is replicated, and stays what it is.
+    """
+    if groups.layout.tp == 1 or not tensors:
+        return {name: tensor.detach() for name, tensor in tensors.items()}
+    # DTensor takes as long to import as DCP does (2 s): not before the first save or load.
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    # from_local copies a tensor that is not on the mesh's kind of device, and a load into a copy
+    # is lost: so the mesh is on the device of the tensors, which all are on one.
+    device_type = next(iter(tensors.values())).device.type
+    mesh = DeviceMesh.from_group(groups.tp, device_type)
+    tree: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        dim = shard_dims.get(name)
+        if dim is None:
+            tree[name] = tensor.detach()
+        else:
+            tree[name] = DTensor.from_local(tensor.detach(), mesh, [Shard(dim)], run_check=False)
+    return tree
+
+
+def names_to_save(
+    tensors: Mapping[str, Tensor],
+    shard_dims: Mapping[str, int | None],
+    *,
+    layout: ParallelLayout,
+    place: Place,
+) -> list[str]:
+    """The tensors that this rank writes, so that each is written once and the load is even.
+
+    DCP would find duplicates itself, but only after every rank has copied all it holds to host
+    memory: known beforehand, the copy (the time that training stands still) and its memory are
+    divided by dp. All ranks of a pipeline stage must hold the same names; see `fingerprint`.
+    """
+    load = {(tp, dp): 0 for dp in range(layout.dp) for tp in range(layout.tp)}
+    mine = []
+    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
+        size = tensors[name].nbytes
+        if shard_dims.get(name) is not None:
+            # All parts from one copy of the model; parts are of one size.
+            dp_rank = min(range(layout.dp), key=lambda dp: load[0, dp])
+            writers = [(tp, dp_rank) for tp in range(layout.tp)]
+        else:
+            writers = [min(load, key=lambda writer: load[writer])]
+        for writer in writers:
+            load[writer] += size
+        if (place.tp_rank, place.dp_rank) in writers:
+            mine.append(name)
+    return mine
+
+
+def fingerprint(tensors: Mapping[str, Tensor], shard_dims: Mapping[str, int | None]) -> str:
+    """Equal on ranks that hold the same names, formats, local shapes and shard dims."""
+    seen = [
+        (name, str(tensor.dtype), tuple(tensor.shape), shard_dims.get(name))
+        for name, tensor in sorted(tensors.items())
+    ]
+    return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
+
+
+def mismatches(
+    stored: Mapping[str, StoredTensor],
+    tensors: Mapping[str, Tensor],
+    shard_dims: Mapping[str, int | None],
+    *,
+    tp: int,
+) -> list[str]:
+    """What keeps a checkpoint from being loaded into these tensors: name, expected, found.
+
+    DCP checks names and shapes; it converts number formats in silence, and knows no shard dims.
+    """
+    problems = []
+    for name, tensor in tensors.items():
+        dim = shard_dims.get(name) if tp > 1 else None
+        expected = list(tensor.shape)
+        if dim is not None:
+            expected[dim] *= tp
+        found = stored.get(name)
+        if found is None:
+            problems.append(f"{name}: expected shape {tuple(expected)}, found nothing")
+            continue
+        if tuple(expected) != found.shape:
+            problems.append(f"{name}: expected shape {tuple(expected)}, found {found.shape}")
+        if tensor.dtype != found.dtype:
+            problems.append(f"{name}: expected {tensor.dtype}, found {found.dtype}")
+        if tp > 1 and found.split_dims not in ((), (dim,)):
+            expected_split = "whole" if dim is None else f"split along dim {dim}"
+            problems.append(
+                f"{name}: expected {expected_split}, found split along {found.split_dims}"
+            )
+    return problems
+
+
+class HostBuffers:
+    """Host memory that tensors are copied into, kept from one save to the next.
+
+    Fresh memory costs a page fault for every 4 KiB, several times the copy itself; and pinned
+    memory, which a GPU can copy to at full speed, takes long to get.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors as they are now. Valid until the next call."""
+        for name in self._buffers.keys() - tensors.keys():
+            del self._buffers[name]
+        on_cuda = False
+        for name, tensor in tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+                self._buffers[name] = buffer
+            buffer.copy_(tensor.detach(), non_blocking=True)
+            on_cuda = on_cuda or tensor.is_cuda
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()
+        return dict(self._buffers)

@@ -1,0 +1,112 @@
+"""The state of a loop of the user's own: nested state dicts as named tensors and plain JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slurm_pt.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from slurm_pt.checkpoint.checkpointer import Checkpointer, Resumed
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a state by name, and the rest as JSON that says where each belongs.
+
+    Raises CheckpointError for values that could only be stored as code (arbitrary objects).
+    """
+    tensors: dict[str, Tensor] = {}
+    tree = {
+        key: _flatten(value.state_dict() if hasattr(value, "state_dict") else value, key, tensors)
+        for key, value in state.items()
+    }
+    return tensors, tree
+
+
+def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        tensors[name] = value.detach()
+        return {"tensor": name}
+    if isinstance(value, _PLAIN):
+        return {"value": value}
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str | int):
+                raise CheckpointError(
+                    f"state[{name!r}] has the key {key!r}: only text and whole numbers can be keys"
+                )
+        return {"dict": [[key, _flatten(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        items = [_flatten(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]
+        return {kind: items}
+    if hasattr(value, "item") and getattr(value, "shape", None) == ():  # a numpy scalar
+        return {"value": value.item()}
+    raise CheckpointError(
+        f"state[{name!r}] is a {type(value).__module__}.{type(value).__qualname__}: a checkpoint "
+        "holds tensors, numbers, text, lists, tuples and dicts, so that loading it runs no code. "
+        "Give an object with state_dict() and load_state_dict(), or one of these"
+    )
+
+
+def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The nested value again."""
+    (kind, content), *_ = tree.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {key: unflatten(item, tensors) for key, item in content}
+    if kind == "list":
+        return [unflatten(item, tensors) for item in content]
+    if kind == "tuple":
+        return tuple(unflatten(item, tensors) for item in content)
+    return content
+
+
+def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Resumed | None:
+    """Loads the newest usable checkpoint into the objects of `state`. Collective.
+
+    Tensors go into objects through their load_state_dict; a bare tensor is filled in place, and
+    other values cannot be handed back, so they belong into an object with a state dict.
+    """
+    from slurm_pt.checkpoint.tensor_files import read_index
+
+    tensors: dict[str, Tensor] = {}
+
+    def allocate(path: Path) -> Mapping[str, Tensor]:
+        index = read_index(path)
+        tensors.update({name: torch.empty(t.shape, dtype=t.dtype) for name, t in index.items()})
+        return tensors
+
+    resumed = checkpointer.resume_into(allocate)
+    if resumed is None:
+        return None
+    tree = resumed.common["tree"]
+    missing, unknown = state.keys() - tree.keys(), tree.keys() - state.keys()
+    if missing or unknown:
+        raise CheckpointError(
+            f"resume was given {sorted(state)}, but the checkpoint of step {resumed.step} holds "
+            f"{sorted(tree)}: give the same keys as to save"
+        )
+    for key, target in state.items():
+        value = unflatten(tree[key], tensors)
+        if hasattr(target, "load_state_dict"):
+            target.load_state_dict(value)
+        elif isinstance(target, Tensor):
+            target.data.copy_(value)
+        elif isinstance(target, dict):
+            target.clear()
+            target.update(value)
+        else:
+            raise CheckpointError(
+                f"state[{key!r}] is a {type(target).__name__}, which cannot be loaded in place: "
+                "give a dict, a tensor, or an object with load_state_dict()"
+            )
+    return resumed

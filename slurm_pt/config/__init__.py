@@ -1,0 +1,36 @@
+"""Configuration: takes OmegaConf, gives frozen, checked dataclasses.
+
+Never touches the disk, the network or torch.
+"""
+
+from slurm_pt.config.door import read_config, read_job_config, signature
+from slurm_pt.config.schema import (
+    CheckpointConfig,
+    ClusterConfig,
+    DataConfig,
+    DType,
+    JobConfig,
+    ModelConfig,
+    MonitorConfig,
+    ParallelConfig,
+    RunConfig,
+    SlurmConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "CheckpointConfig",
+    "ClusterConfig",
+    "DType",
+    "DataConfig",
+    "JobConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "ParallelConfig",
+    "RunConfig",
+    "SlurmConfig",
+    "TrainConfig",
+    "read_config",
+    "read_job_config",
+    "signature",
+]

@@ -1,0 +1,312 @@
+"""The one door from OmegaConf to checked values: every broken rule at once, each with its way out."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from slurm_pt.config.schema import MISSING, JobConfig, RunConfig
+from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
+from slurm_pt.errors import ConfigError, Problem, nearest
+
+_C = TypeVar("_C")
+_J = TypeVar("_J", bound=JobConfig)
+
+SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_root", "name")
+"""Keys that do not change what a run computes, and so do not name its folder."""
+
+
+def read_config(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
+    """The checked configuration of a run of our trainer. Raises ConfigError with all problems."""
+    return _read(cfg, RunConfig)
+
+
+def read_job_config(cfg: DictConfig | Mapping[str, Any]) -> JobConfig:
+    """The checked job part of any configuration; sections that a user's own loop adds are let be."""
+    plain = _plain(cfg)
+    names = {declared.name for declared in dataclasses.fields(JobConfig)}
+    return _read({key: value for key, value in plain.items() if key in names}, JobConfig)
+
+
+def signature(cfg: DictConfig | Mapping[str, Any]) -> str:
+    """Ten hexadecimal digits that name what a run computes; the same config, the same digits."""
+    plain = {k: v for k, v in _plain(cfg).items() if k not in SECTIONS_WITHOUT_INFLUENCE}
+    text = json.dumps(plain, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _plain(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """Resolved plain containers, without Hydra's own node."""
+    if isinstance(cfg, DictConfig):
+        try:
+            container = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+        except OmegaConfBaseException as error:
+            key = getattr(error, "full_key", None) or "?"
+            text = str(error).splitlines()[0]
+            raise ConfigError(
+                [Problem(key, "${...}", text, "name an existing key in the interpolation")]
+            ) from error
+        cfg = typing.cast("dict[str, Any]", container)
+    return {str(key): value for key, value in cfg.items() if key != "hydra"}
+
+
+def _read(cfg: DictConfig | Mapping[str, Any], cls: type[_J]) -> _J:
+    problems: list[Problem] = []
+    config = _build(_plain(cfg), cls, "", problems)
+    if problems:
+        raise ConfigError(problems)
+    problems = list(_broken_rules(config))
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _build(
+    values: Mapping[str, Any], cls: type[_C], prefix: str, problems: list[Problem]
+) -> _C:
+    """An instance of a frozen dataclass; misspelt, missing and ill-typed values become problems."""
+    hints = typing.get_type_hints(cls)
+    declared = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls))}
+    for key in values.keys() - declared.keys():
+        problems.append(
+            Problem(
+                prefix + key,
+                values[key],
+                f"there is no such key{nearest(key, declared)}",
+                f"use one of {', '.join(declared)}",
+            )
+        )
+    arguments: dict[str, Any] = {}
+    for name, hint in hints.items():
+        if name not in declared:
+            continue
+        key, default = prefix + name, declared[name].default
+        if dataclasses.is_dataclass(hint):
+            section = values.get(name) or {}
+            arguments[name] = _build(section, typing.cast(type, hint), f"{key}.", problems)
+        elif name in values:
+            arguments[name] = _typed(key, values[name], hint, problems)
+        elif default == MISSING:
+            arguments[name] = _typed(key, MISSING, hint, problems)
+    return cls(**arguments)
+
+
+def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
+    """The value in the declared type, or as it is after reporting a problem."""
+    if value == MISSING and isinstance(value, str):
+        problems.append(Problem(key, value, "a value is required", f"set {key}=..."))
+        return value
+    alternatives = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    for alternative in alternatives:
+        origin = typing.get_origin(alternative) or alternative
+        if isinstance(origin, type) and issubclass(origin, Enum):
+            if value in origin.__members__:
+                return origin[value]
+        elif origin is float and isinstance(value, int) and not isinstance(value, bool):
+            return float(value)
+        elif isinstance(value, origin) and (origin is bool or not isinstance(value, bool)):
+            return value
+        elif origin is str and isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)  # YAML reads `mem: 64` as a number
+    problems.append(_wrong_type(key, value, alternatives))
+    return value
+
+
+def _wrong_type(key: str, value: Any, alternatives: tuple[Any, ...]) -> Problem:
+    first = alternatives[0]
+    if isinstance(first, type) and issubclass(first, Enum):
+        names = ", ".join(first.__members__)
+        rule, fix = "not one of the choices", f"use one of {names}{nearest(str(value), [*first.__members__])}"
+    else:
+        name = getattr(first, "__name__", str(first))
+        rule, fix = f"must be of type {name}", f"give a value of type {name}"
+    return Problem(key, value, rule, fix)
+
+
+# ---------------------------------------------------------------------------------- the rules
+
+
+def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
+    yield from _job_rules(config)
+    yield from _slurm_rules(config)
+    if isinstance(config, RunConfig):
+        yield from _positive_rules(config)
+        yield from _model_rules(config)
+        yield from _batch_rules(config)
+
+
+def _job_rules(config: JobConfig) -> typing.Iterator[Problem]:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}", config.name):
+        yield Problem(
+            "name",
+            config.name,
+            "a run's name is part of file names: 1 to 100 letters, digits and . _ -, "
+            "the first a letter or digit",
+            "for example name=gpt",
+        )
+    for key, value in (
+        ("parallel.tp", config.parallel.tp),
+        ("parallel.pp", config.parallel.pp),
+        ("parallel.dp", config.parallel.dp),
+        ("slurm.nodes", config.slurm.nodes),
+        ("slurm.cpus_per_task", config.slurm.cpus_per_task),
+        ("slurm.array_parallelism", config.slurm.array_parallelism),
+        ("checkpoint.keep_last", config.checkpoint.keep_last),
+        ("cluster.ranks_per_node", config.cluster.ranks_per_node),
+        ("cluster.start_timeout_s", config.cluster.start_timeout_s),
+        ("cluster.collective_timeout_s", config.cluster.collective_timeout_s),
+    ):
+        if value is not None and value < 1:
+            yield Problem(key, value, "must be at least 1", f"set {key}=1 or more")
+    for key, seconds in (
+        ("checkpoint.interval_s", config.checkpoint.interval_s),
+        ("monitor.heartbeat_s", config.monitor.heartbeat_s),
+        ("monitor.comment_s", config.monitor.comment_s),
+        ("monitor.poll_s", config.monitor.poll_s),
+        ("slurm.signal_lead_s", config.slurm.signal_lead_s),
+        ("slurm.max_failures", config.slurm.max_failures),
+    ):
+        if seconds < 0:
+            yield Problem(key, seconds, "must not be negative", f"set {key}=0 or more")
+    if config.cluster.device not in {"auto", "cpu", "cuda"}:
+        yield Problem("cluster.device", config.cluster.device, "unknown device", "use auto, cpu or cuda")
+
+
+def _slurm_rules(config: JobConfig) -> typing.Iterator[Problem]:
+    slurm = config.slurm
+    memory = {key: getattr(slurm, key) for key in ("mem", "mem_per_cpu", "mem_per_gpu")}
+    written = {f"slurm.{key}": value for key, value in memory.items() if value is not None}
+    for key, value in written.items():
+        try:
+            parse_memory_mib(value)
+        except ValueError as error:
+            yield Problem(key, repr(value), str(error), f"set {key}={suggest_memory(value)}")
+    if len(written) > 1:
+        names = " and ".join(written)
+        yield Problem(
+            next(iter(written)),
+            next(iter(written.values())),
+            f"{names} exclude each other in Slurm",
+            "keep one of them and set the others to null",
+        )
+    if slurm.time is not None:
+        try:
+            parse_time_limit_s(slurm.time)
+        except ValueError as error:
+            fix = "set slurm.time=1-0 for a day, 2:00:00 for two hours, 90 for 90 minutes"
+            yield Problem("slurm.time", repr(slurm.time), str(error), fix)
+    for key in ("partition", "qos", "account", "constraint", "reservation", "job_name"):
+        value = getattr(slurm, key)
+        if value is not None and (value.strip() in {"", "None", "none"} or "\n" in value):
+            yield Problem(f"slurm.{key}", repr(value), "not a name", f"leave slurm.{key} at null")
+    ours = {f.name.replace("_", "-") for f in dataclasses.fields(slurm)} | {"array", "output"}
+    ours |= {"error", "open-mode", "requeue", "no-requeue", "signal", "ntasks", "ntasks-per-node"}
+    for option in slurm.additional_parameters:
+        if option.replace("_", "-") in ours:
+            key = f"slurm.additional_parameters.{option}"
+            yield Problem(
+                key,
+                slurm.additional_parameters[option],
+                "this sbatch option is written from other keys",
+                f"use slurm.{option.replace('-', '_')} where it exists, or leave it to slurm_pt",
+            )
+
+
+def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
+    model, train = config.model, config.train
+    for key, value in (
+        ("model.num_layers", model.num_layers),
+        ("model.hidden_size", model.hidden_size),
+        ("model.num_heads", model.num_heads),
+        ("model.vocab_size", model.vocab_size),
+        ("model.max_seq_len", model.max_seq_len),
+        ("model.ffn_hidden_size", model.ffn_size),
+        ("train.steps", train.steps),
+        ("train.global_batch_size", train.global_batch_size),
+        ("train.micro_batch_size", train.micro_batch_size),
+        ("train.seq_len", train.seq_len),
+    ):
+        if value < 1:
+            yield Problem(key, value, "must be at least 1", f"set {key}=1 or more")
+    for key, number in (("train.lr", train.lr), ("train.eps", train.eps)):
+        if not number > 0:
+            yield Problem(key, number, "must be positive", f"set {key} above 0")
+    if not 0 <= model.dropout < 1:
+        yield Problem("model.dropout", model.dropout, "must be in [0, 1)", "set model.dropout=0.1")
+    if train.grad_clip is not None and not train.grad_clip > 0:
+        fix = "set train.grad_clip=1.0, or null for none"
+        yield Problem("train.grad_clip", train.grad_clip, "must be positive", fix)
+
+
+def _model_rules(config: RunConfig) -> typing.Iterator[Problem]:
+    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
+    if min(model.num_heads, model.num_layers, model.hidden_size, tp, pp) < 1:
+        return
+    if model.hidden_size % model.num_heads:
+        yield Problem(
+            "model.hidden_size",
+            model.hidden_size,
+            f"must be divisible by model.num_heads={model.num_heads}",
+            f"set model.num_heads to a divisor such as {_divisors(model.hidden_size)}",
+        )
+    for key, size in (
+        ("model.num_heads", model.num_heads),
+        ("model.hidden_size", model.hidden_size),
+        ("model.ffn_hidden_size", model.ffn_size),
+        ("model.vocab_size", model.vocab_size),
+    ):
+        if size % tp:
+            up, down = -(-size // tp) * tp, size // tp * tp
+            other = f" or {key}={up}" if key != "model.num_heads" or not down else f" or {key}={down}"
+            yield Problem(
+                "parallel.tp",
+                tp,
+                f"must divide {key}={size}",
+                f"set parallel.tp to one of {_divisors(model.num_heads)}{other}",
+            )
+    if pp > model.num_layers:
+        yield Problem(
+            "parallel.pp",
+            pp,
+            f"more stages than model.num_layers={model.num_layers}; each stage needs a layer",
+            f"set parallel.pp={model.num_layers} or less",
+        )
+    if config.train.seq_len > model.max_seq_len:
+        yield Problem(
+            "train.seq_len",
+            config.train.seq_len,
+            f"longer than model.max_seq_len={model.max_seq_len}",
+            f"set train.seq_len={model.max_seq_len} or less, or raise model.max_seq_len",
+        )
+
+
+def _batch_rules(config: RunConfig) -> typing.Iterator[Problem]:
+    train, dp = config.train, config.parallel.dp or 1
+    if min(train.global_batch_size, train.micro_batch_size, dp) < 1:
+        return
+    group = train.micro_batch_size * dp
+    if train.global_batch_size % group:
+        up = -(-train.global_batch_size // group) * group
+        down = train.global_batch_size // group * group
+        sizes = f"{down} or {up}" if down else str(up)
+        yield Problem(
+            "train.global_batch_size",
+            train.global_batch_size,
+            f"must be micro-batch * dp * accumulation steps, so a multiple of "
+            f"train.micro_batch_size={train.micro_batch_size} * parallel.dp={dp} = {group}",
+            f"set train.global_batch_size={sizes}",
+        )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)

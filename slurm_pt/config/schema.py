@@ -1,0 +1,230 @@
+"""Every configuration value: its type, unit and default.
+
+The classes are frozen: what passed the door does not change. Hydra needs schemas that it can
+write into (a frozen one makes every override fail), so `schema_of` derives those.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+MISSING: Any = "???"
+"""OmegaConf's mark for a value that has no default."""
+
+
+class DType(Enum):
+    """Number format of weights and activations."""
+
+    float32 = "float32"
+    float64 = "float64"
+    bfloat16 = "bfloat16"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A causal transformer (GPT-2: learned positions, pre-LayerNorm, GELU)."""
+
+    num_layers: int = MISSING
+    hidden_size: int = MISSING
+    num_heads: int = MISSING
+    vocab_size: int = MISSING
+    """Number of token ids. Divisible by parallel.tp."""
+    max_seq_len: int = MISSING
+    """Longest sequence that has learned positions, in tokens."""
+    ffn_hidden_size: int | None = None
+    """Width of the feed-forward block; null: 4 * hidden_size."""
+    tie_embeddings: bool = True
+    """Use the token embedding as the output head."""
+    dropout: float = 0.0
+    """Probability that a residual or embedding element is dropped, 0 to 1."""
+    init_std: float = 0.02
+    """Standard deviation of the initial weights; residual outputs get it / sqrt(2 * num_layers)."""
+
+    @property
+    def ffn_size(self) -> int:
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the model and the batch are split over the ranks."""
+
+    tp: int = 1
+    """Tensor-parallel degree: ranks that share each layer."""
+    pp: int = 1
+    """Pipeline-parallel degree: number of stages."""
+    dp: int | None = None
+    """Data-parallel degree: copies of the model; null: what slurm.nodes leaves, or 1."""
+    allow_tp_across_nodes: bool = False
+    """Let a tensor group span nodes (slow links; for the adventurous)."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The optimisation."""
+
+    steps: int = MISSING
+    """Optimizer steps of the whole run."""
+    global_batch_size: int = MISSING
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch_size: int = 1
+    """Sequences per forward pass of one rank."""
+    seq_len: int = MISSING
+    """Tokens per sequence."""
+    lr: float = 3e-4
+    """Peak learning rate."""
+    min_lr: float = 0.0
+    """Learning rate at the last step."""
+    warmup_steps: int = 0
+    """Steps of linear warm-up; then a cosine to min_lr."""
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float | None = 1.0
+    """Largest global gradient norm; null: no clipping."""
+    dtype: DType = DType.float32
+    seed: int = 0
+    """Fixes the initial weights, the order of the data and the dropout masks, in any layout."""
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The training tokens."""
+
+    path: str | None = None
+    """Folder made by `slurm-pt data prepare`; null: the Python standard library's source."""
+
+
+@dataclass(frozen=True)
+class SlurmConfig:
+    """What to ask Slurm for. Keys are sbatch's own options; null: the option is not written."""
+
+    partition: str | None = None
+    qos: str | None = None
+    account: str | None = None
+    nodes: int | None = None
+    """null: as few as hold tp * pp * dp ranks."""
+    gpus_per_node: int | None = None
+    """null: cluster.gpus_per_node when cluster.device is cuda."""
+    gres: str | None = None
+    cpus_per_task: int | None = None
+    mem: str | None = None
+    """Memory per node in Slurm's spelling (64G; a bare number is MB; 0 is all of the node)."""
+    mem_per_cpu: str | None = None
+    mem_per_gpu: str | None = None
+    time: str | None = None
+    """Time limit in Slurm's spelling (90 is minutes; 1:30:00; 2-12:00:00). Quote it in YAML."""
+    constraint: str | None = None
+    reservation: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    exclusive: bool = False
+    dependency: str | None = None
+    job_name: str | None = None
+    """null: the run's name."""
+    signal_lead_s: int = 120
+    """Warning before the time limit, in seconds (--signal=USR2@...)."""
+    cpu_bind: str = "none"
+    """srun --cpu-bind; `none` is safe on every node."""
+    array_parallelism: int | None = None
+    """Trials of one sweep that run at once; null: no limit."""
+    max_failures: int = 3
+    """Failed attempts in a row without a new committed step, before the run is given up."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the ranks start (module load ..., source ...)."""
+    additional_parameters: dict[str, Any] = field(default_factory=dict)
+    """More sbatch options, name to value; true writes the bare option."""
+    python: str | None = None
+    """Python interpreter on the nodes; null: the one that submits."""
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """What the machine offers."""
+
+    device: str = "auto"
+    """cuda, cpu, or auto: cuda when torch sees a GPU."""
+    gpus_per_node: int | None = None
+    ranks_per_node: int | None = None
+    """Most ranks on one node; null: gpus_per_node, or all in one node."""
+    interface: str | None = None
+    """Network interface for gloo and for NCCL's bootstrap; null: the one that leads to rank 0."""
+    start_timeout_s: int = 600
+    """How long ranks wait for each other at the start."""
+    collective_timeout_s: int = 1800
+    """How long a collective may take before its ranks give up."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """When and how state is saved."""
+
+    interval_s: float = 600.0
+    """Seconds between periodic saves; 0: after every step."""
+    keep_last: int = 2
+    """Committed checkpoints that are kept."""
+    asynchronous: bool = True
+    """Write in the background while training goes on."""
+    verify: bool = True
+    """Compare checksums before a checkpoint is used."""
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """How a run reports on itself."""
+
+    heartbeat_s: float = 10.0
+    """Seconds between heartbeat files of a rank."""
+    comment_s: float = 30.0
+    """Seconds between updates of the job's comment in squeue; 0: never."""
+    poll_s: float = 30.0
+    """Seconds between two questions to the controller while a launcher waits."""
+
+
+@dataclass(frozen=True)
+class JobConfig:
+    """What a job needs, whatever it trains: enough for `slurm_pt.start`."""
+
+    name: str = "run"
+    """First part of the run folder's name; letters, digits and . _ -"""
+    run_root: str = "runs"
+    """Folder of all runs, on a file system that all nodes share."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+
+
+@dataclass(frozen=True)
+class RunConfig(JobConfig):
+    """A job that trains our model on our data."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+
+
+def schema_of(frozen: type) -> type:
+    """The same dataclass, but writable and made of writable parts, as Hydra's schemas must be."""
+    hints = typing.get_type_hints(frozen)
+    fields: list[tuple[str, Any, Any]] = []
+    for declared in dataclasses.fields(frozen):
+        hint: Any = hints[declared.name]
+        factory: Any = declared.default_factory
+        if dataclasses.is_dataclass(hint):
+            hint = factory = schema_of(typing.cast(type, hint))
+        if isinstance(hint, types.UnionType):  # OmegaConf knows Optional[X], not X | None
+            hint = typing.Union[typing.get_args(hint)]  # noqa: UP007
+        if factory is not dataclasses.MISSING:
+            default = field(default_factory=factory)
+        else:
+            default = field(default=declared.default)
+        fields.append((declared.name, hint, default))
+    return dataclasses.make_dataclass(frozen.__name__, fields)

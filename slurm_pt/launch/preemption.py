@@ -1,0 +1,91 @@
+"""The wish to stop: signals become a flag, and nothing else happens in them."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from dataclasses import dataclass, field
+from enum import Enum
+
+from slurm_pt.submit.slurm import StopView
+from slurm_pt.submit.states import JobPhase, job_phase
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
+"""TERM warns of a preemption, USR2 of the time limit. USR1 is left to NCCL, which has used it."""
+
+
+def shield() -> None:
+    """Blocks the stop signals in this process and in every process it will start.
+
+    A signal that comes before `listen` stays pending and is seen then. Data-loading workers,
+    forked or spawned, inherit the block: Slurm signals every process of a step, and a worker that
+    dies of it takes the emergency save with it.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+@dataclass
+class StopRequest:
+    """Set once a stop signal has arrived."""
+
+    signal_name: str | None = None
+    time: float | None = None
+    """When the first signal came (Unix seconds)."""
+    _flag: threading.Event = field(default_factory=threading.Event)
+
+    def is_set(self) -> bool:
+        return self._flag.is_set()
+
+    def set(self, signal_name: str) -> None:
+        """Notes the first wish to stop; later ones change nothing."""
+        if not self._flag.is_set():
+            self.signal_name, self.time = signal_name, time.time()
+            self._flag.set()
+
+
+def listen() -> StopRequest:
+    """Starts the thread that turns stop signals into the flag.
+
+    A thread in sigwait rather than a handler: a Python handler cannot run while the main thread
+    sits in a collective.
+    """
+    shield()
+    request = StopRequest()
+    thread = threading.Thread(target=_wait_for_signals, args=(request,), daemon=True)
+    thread.name = "slurm_pt-signals"
+    thread.start()
+    return request
+
+
+def _wait_for_signals(request: StopRequest) -> None:
+    while True:
+        number = signal.sigwait(STOP_SIGNALS)
+        request.set(signal.Signals(number).name)
+
+
+class StopCause(Enum):
+    """Why a job is asked to stop."""
+
+    preempted = "preempted"
+    timed_out = "timed out"
+    cancelled = "cancelled"
+    unknown = "unknown"
+
+
+def stop_cause(view: StopView | None, *, now: float, signal_lead_s: float) -> StopCause:
+    """The cause, from Slurm's own times; None: Slurm gave no answer. Never from elapsed time.
+
+    Slurm sends the user's signal up to 60 s earlier than asked.
+    """
+    if view is None:
+        return StopCause.unknown
+    if view.preempt_time is not None:
+        return StopCause.preempted
+    if view.state == "TIMEOUT":
+        return StopCause.timed_out
+    if view.state in {"CANCELLED", "COMPLETING"} or job_phase(view.state) is JobPhase.ended_badly:
+        return StopCause.cancelled
+    if view.end_time is not None and view.end_time - now <= signal_lead_s + 60 + 5:
+        return StopCause.timed_out
+    return StopCause.unknown

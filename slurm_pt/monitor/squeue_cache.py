@@ -1,0 +1,78 @@
+"""One answer of squeue for all terminals of a user: a small file, used again while it is young."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from slurm_pt.errors import SubmitError
+from slurm_pt.submit.slurm import JobView, SlurmClient
+
+
+@dataclass(frozen=True)
+class SqueueAnswer:
+    """The user's jobs (None: no answer), and a line for people about how old it is or why not."""
+
+    jobs: Mapping[str, JobView] | None
+    note: str = ""
+
+
+def ask_squeue(*, max_age_s: float) -> SqueueAnswer:
+    """The user's jobs; asks the controller only if the last answer is older than `max_age_s`."""
+    client = SlurmClient()
+    if not client.is_available():
+        return SqueueAnswer({}, "no Slurm here: local runs only")
+    path = _cache_path()
+    with _locked(path.with_suffix(".lock")):  # of many terminals one asks, the others read
+        cached = _read(path, max_age_s)
+        if cached is not None:
+            return SqueueAnswer(cached)
+        try:
+            jobs = client.query_my_jobs()
+        except SubmitError as error:
+            return SqueueAnswer(None, f"states unknown, figures as last written: {error}")
+        _write(path, jobs)
+    return SqueueAnswer(jobs)
+
+
+def _cache_path() -> Path:
+    """Private to the user and to the cluster that SLURM_CONF names."""
+    cluster = hashlib.sha256(os.environ.get("SLURM_CONF", "").encode()).hexdigest()[:8]
+    place = os.environ.get("XDG_RUNTIME_DIR")
+    folder = Path(place) if place else Path(tempfile.gettempdir()) / f"slurm_pt-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():  # somebody else made it in the shared /tmp
+        folder = Path(tempfile.mkdtemp(prefix="slurm_pt-"))
+    return folder / f"squeue-{cluster}.json"
+
+
+def _read(path: Path, max_age_s: float) -> dict[str, JobView] | None:
+    try:
+        if time.time() - path.stat().st_mtime > max_age_s:
+            return None
+        records = json.loads(path.read_text(encoding="utf-8"))
+        return {record["job_key"]: JobView(**record) for record in records}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _write(path: Path, jobs: Mapping[str, JobView]) -> None:
+    temporary = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        temporary.write_text(json.dumps([asdict(view) for view in jobs.values()]), encoding="utf-8")
+        temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

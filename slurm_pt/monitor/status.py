@@ -1,0 +1,91 @@
+"""One row for each run: its state from Slurm and its folder, its progress from its heartbeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurm_pt.errors import RunFolderError
+from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.submit.run_state import RunPhase, RunState, run_state
+from slurm_pt.submit.slurm import JobView
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What there is to know about a run at a glance. None: not known, which is not 0."""
+
+    run: RunDir
+    state: RunState
+    attempt: int | None
+    step: int | None
+    steps: int | None
+    loss: float | None
+    tokens_per_s: float | None
+    phase: str | None
+    """What rank 0 is doing."""
+    heartbeat_age_s: float | None
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "run": self.run.name,
+            "path": str(self.run.path),
+            "state": self.state.phase.value,
+            "reason": self.state.reason,
+            "job": self.state.job_key,
+            "slurm_state": self.state.slurm_state,
+            "attempt": self.attempt,
+            "step": self.step,
+            "steps": self.steps,
+            "loss": self.loss,
+            "tokens_per_s": self.tokens_per_s,
+            "phase": self.phase,
+            "heartbeat_age_s": self.heartbeat_age_s,
+        }
+
+
+def read_status(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunStatus:
+    """The row of a run; `jobs` is Slurm's answer (None: it gave none, the figures stay)."""
+    state = run_state(run, jobs)
+    try:
+        beat: dict[str, Any] = read_json(run.heartbeats / "rank_00000.json") or {}
+    except RunFolderError:
+        beat = {}
+    attempts = run.list_attempts()
+    running = state.phase in {RunPhase.running, RunPhase.unknown}
+    age_s = round(time.time() - beat["time"], 1) if "time" in beat and running else None
+    step, loss = beat.get("step"), beat.get("loss")
+    return RunStatus(
+        run=run,
+        state=state,
+        attempt=attempts[-1].number if attempts else None,
+        step=step,
+        steps=beat.get("steps"),
+        loss=loss,
+        tokens_per_s=beat.get("tokens_per_s") if running else None,
+        phase=beat.get("phase") if running else None,
+        heartbeat_age_s=age_s,
+    )
+
+
+def find_runs(places: Iterable[Path]) -> list[RunDir]:
+    """The runs at or directly below each place, in the order of their names."""
+    runs: dict[Path, RunDir] = {}
+    for place in places:
+        place = place.expanduser().absolute()
+        if (place / "config.yaml").is_file():
+            runs[place] = RunDir(place)
+        elif (place / "runs.txt").is_file():  # a sweep's folder
+            for line in (place / "runs.txt").read_text(encoding="utf-8").splitlines():
+                runs[Path(line)] = RunDir(Path(line))
+        elif place.is_dir():
+            for config in sorted(place.glob("*/config.yaml")):
+                runs[config.parent] = RunDir(config.parent)
+        else:
+            raise RunFolderError(
+                f"{place}: there is no such folder. Name a run, a sweep's folder, or the run_root"
+            )
+    return list(runs.values())

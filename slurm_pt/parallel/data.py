@@ -1,0 +1,132 @@
+"""Gradients over the copies of a model: averaged over dp, summed over tied weights, measured.
+
+The gradients live in a few flat buffers, so that an average is a few large messages and the
+order of every sum is fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
+
+BUCKET_BYTES = 64 * 2**20
+"""Large enough to be bound by bandwidth, not latency, on gloo and NCCL alike; and small enough
+that several are on their way at once."""
+
+
+class GradientBuckets:
+    """The gradients of some parameters as views into few flat buffers.
+
+    Each parameter's `.grad` is such a view from the start and must stay one: zero it with
+    `zero`, never with `zero_grad(set_to_none=True)`.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        *,
+        group: dist.ProcessGroup,
+        bucket_bytes: int = BUCKET_BYTES,
+    ):
+        self.group = group
+        self.buffers: list[Tensor] = []
+        bucket: list[nn.Parameter] = []
+        size_bytes = 0
+        # Backward reaches the last parameters first, so they share the first bucket.
+        for parameter in reversed(list(parameters)):
+            if bucket and (
+                size_bytes + parameter.nbytes > bucket_bytes or parameter.dtype != bucket[0].dtype
+            ):
+                self.buffers.append(_flat_gradients(bucket))
+                bucket, size_bytes = [], 0
+            bucket.append(parameter)
+            size_bytes += parameter.nbytes
+        if bucket:
+            self.buffers.append(_flat_gradients(bucket))
+
+    def zero(self) -> None:
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def scale(self, factor: float) -> None:
+        for buffer in self.buffers:
+            buffer.mul_(factor)
+
+    def average(self) -> None:
+        """Replace each gradient by its mean over the group. A collective over it."""
+        if self.group.size() == 1:
+            return
+        works = [start_all_reduce(buffer, self.group) for buffer in self.buffers]
+        for work, buffer in zip(works, self.buffers, strict=True):
+            if work is not None:
+                work.wait()
+            buffer.div_(self.group.size())
+
+
+def sum_tied_gradient(parameter: nn.Parameter | None, groups: ProcessGroups) -> None:
+    """Give both copies of a tied embedding the sum of their two gradients.
+
+    Call it on all ranks after the average over dp, with this rank's copy on the first and the
+    last stage (None: nothing is tied). A sum of two terms is the same on both, so copies that
+    start bit-equal stay so.
+    """
+    if groups.embedding is not None and parameter is not None and parameter.grad is not None:
+        all_reduce(parameter.grad, groups.embedding)
+
+
+def counted_parameters(
+    parameters: Mapping[str, nn.Parameter],
+    *,
+    shard_dims: Mapping[str, int | None],
+    copies: Iterable[str],
+    groups: ProcessGroups,
+) -> list[nn.Parameter]:
+    """The parameters this rank counts, so that over all ranks each number counts once.
+
+    Of dp replicas the first counts, of a parameter that is whole on each tp rank the first tp
+    rank's, and a tied copy (in `copies`) never.
+    """
+    if groups.place.dp_rank != 0:
+        return []
+    skipped = set(copies)
+    return [
+        parameter
+        for name, parameter in parameters.items()
+        if name not in skipped and (shard_dims[name] is not None or groups.place.tp_rank == 0)
+    ]
+
+
+def squared_norm(parameters: Iterable[nn.Parameter], *, device: torch.device) -> Tensor:
+    """The sum of the squared gradients as a float64 scalar: sum it over all ranks for the norm."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch.stack(list(torch._foreach_norm(gradients)))
+    return norms.double().square().sum()
+
+
+def clip_factor(grad_norm: float, max_norm: float | None) -> float:
+    """What to multiply gradients with so that their norm is at most `max_norm`; at most 1.
+
+    Source: torch.nn.utils.clip_grad_norm_, with the same 1e-6 in the denominator.
+
+    >>> clip_factor(0.5, 1.0), clip_factor(7.0, None)
+    (1.0, 1.0)
+    """
+    return 1.0 if max_norm is None else min(1.0, max_norm / (grad_norm + 1e-6))
+
+
+def _flat_gradients(parameters: list[nn.Parameter]) -> Tensor:
+    """One zeroed buffer, with each parameter's `.grad` a view into it."""
+    total = sum(parameter.numel() for parameter in parameters)
+    buffer = torch.zeros(total, dtype=parameters[0].dtype, device=parameters[0].device)
+    offset = 0
+    for parameter in parameters:
+        parameter.grad = buffer[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+    return buffer

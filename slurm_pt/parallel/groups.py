@@ -1,0 +1,130 @@
+"""Who talks to whom: the process groups of a rank, and the collectives that skip groups of one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurm_pt.plan.layout import ParallelLayout, Place
+
+
+@dataclass(frozen=True)
+class ProcessGroups:
+    """The communicators of one rank and its place in the grid."""
+
+    layout: ParallelLayout
+    rank: int
+    place: Place
+    device: torch.device
+    world: dist.ProcessGroup
+    tp: dist.ProcessGroup
+    """The ranks that share this rank's layers."""
+    pp: dist.ProcessGroup
+    """The ranks of this rank's pipeline."""
+    dp: dist.ProcessGroup
+    """The ranks that hold the same weights."""
+    embedding: dist.ProcessGroup | None
+    """First and last stage of this rank's pipeline; None on other ranks, and when pp == 1."""
+    background: dist.ProcessGroup
+    """All ranks over gloo, for checkpoint threads alone: a collective of another thread on a
+    group that training uses dead-locks (peers-parallel.md, pitfall 2)."""
+
+    @property
+    def first_stage(self) -> bool:
+        return self.place.pp_rank == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.place.pp_rank == self.layout.pp - 1
+
+    def close(self) -> None:
+        """Destroy the groups that `create_groups` made, and leave the default one alone."""
+        made = {self.tp, self.pp, self.dp, self.background}
+        if self.embedding is not None:
+            made.add(self.embedding)
+        for group in made:
+            dist.destroy_process_group(group)
+
+
+def create_groups(
+    layout: ParallelLayout, *, rank: int, device: torch.device, timeout_s: float
+) -> ProcessGroups:
+    """This rank's groups. A collective over all ranks, after `init_process_group`.
+
+    Every rank makes every group, in the same order, also those it is not in: new_group
+    requires it. Axes of degree 1 share one group of this rank alone, which no peer has to know.
+    """
+    if dist.get_world_size() != layout.world_size:
+        raise ValueError(f"{layout} needs {layout.world_size} ranks, not {dist.get_world_size()}")
+    timeout = timedelta(seconds=timeout_s)
+    alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
+    everyone = range(layout.world_size)
+
+    def mine(groups_of_ranks: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+        found = None
+        for ranks in dict.fromkeys(groups_of_ranks):  # each once, in the order of its first rank
+            group = dist.new_group(list(ranks), timeout=timeout)
+            if rank in ranks:
+                found = group
+        return found
+
+    pipelines = [layout.pp_ranks(member) for member in everyone]
+    tp = mine([layout.tp_ranks(member) for member in everyone]) if layout.tp > 1 else None
+    pp = mine(pipelines) if layout.pp > 1 else None
+    dp = mine([layout.dp_ranks(member) for member in everyone]) if layout.dp > 1 else None
+    ends = [(ranks[0], ranks[-1]) for ranks in pipelines]
+    groups = ProcessGroups(
+        layout=layout,
+        rank=rank,
+        place=layout.place(rank),
+        device=device,
+        world=dist.group.WORLD,
+        tp=tp or alone,
+        pp=pp or alone,
+        dp=dp or alone,
+        embedding=mine(ends) if layout.pp > 1 else None,
+        background=dist.new_group(list(everyone), timeout=timeout, backend="gloo"),
+    )
+    if device.type == "cuda":
+        _connect(groups)
+    return groups
+
+
+def _connect(groups: ProcessGroups) -> None:
+    """Make NCCL connect now: a group's first batch of sends and receives must not be its first
+    operation unless all its ranks take part (torch.distributed.batch_isend_irecv)."""
+    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.embedding):
+        if group is not None:
+            all_reduce(torch.zeros(1, device=groups.device), group)
+
+
+def all_reduce(
+    tensor: Tensor, group: dist.ProcessGroup, *, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Tensor:
+    """The tensor itself, reduced in place over the group; at once for a group of one."""
+    if group.size() > 1:
+        dist.all_reduce(tensor, op=op, group=group)
+    return tensor
+
+
+def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
+    """The sum over the group on its way into the tensor: wait before it is read.
+
+    None, and nothing to wait for, for a group of one.
+    """
+    if group.size() == 1:
+        return None
+    return dist.all_reduce(tensor, group=group, async_op=True)
+
+
+def agree(groups: ProcessGroups, flag: bool) -> bool:
+    """True on every rank if the flag is set on any rank. A collective over all ranks.
+
+    For start-up and evaluation; the training loop sends its flags with the gradient norm.
+    """
+    raised = torch.tensor(float(flag), device=groups.device)
+    return bool(all_reduce(raised, groups.world, op=dist.ReduceOp.MAX).item())

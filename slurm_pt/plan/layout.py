@@ -1,0 +1,93 @@
+"""Where each rank stands in the tensor x pipeline x data grid. Integers only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The degrees of a job and the place of every rank.
+
+    Ranks are numbered with tp fastest, then dp, then pp (Megatron-LM's default order
+    "tp-cp-ep-dp-pp"): a tensor group is a block of neighbours, so it stays inside a node,
+    and only pipeline neighbours, which send least, are far apart.
+
+    >>> layout = ParallelLayout(tp=2, pp=2, dp=2)
+    >>> layout.place(5)
+    Place(tp_rank=1, pp_rank=1, dp_rank=0)
+    >>> layout.tp_ranks(5), layout.dp_ranks(5), layout.pp_ranks(5)
+    ((4, 5), (5, 7), (1, 5))
+    """
+
+    tp: int
+    pp: int
+    dp: int
+
+    def __post_init__(self) -> None:
+        if any(degree < 1 for degree in (self.tp, self.pp, self.dp)):
+            raise ValueError(f"degrees must be at least 1: {self}")
+
+    @property
+    def world_size(self) -> int:
+        return self.tp * self.pp * self.dp
+
+    def rank(self, place: Place) -> int:
+        """The rank that stands at a place."""
+        return place.tp_rank + self.tp * (place.dp_rank + self.dp * place.pp_rank)
+
+    def place(self, rank: int) -> Place:
+        """The place of a rank."""
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is not in 0..{self.world_size - 1}")
+        return Place(
+            tp_rank=rank % self.tp,
+            dp_rank=rank // self.tp % self.dp,
+            pp_rank=rank // (self.tp * self.dp),
+        )
+
+    def tp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the other parts of this rank's layers, itself included."""
+        here = self.place(rank)
+        return tuple(self.rank(Place(t, here.pp_rank, here.dp_rank)) for t in range(self.tp))
+
+    def pp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks of this rank's pipeline, first stage first."""
+        here = self.place(rank)
+        return tuple(self.rank(Place(here.tp_rank, p, here.dp_rank)) for p in range(self.pp))
+
+    def dp_ranks(self, rank: int) -> tuple[int, ...]:
+        """The ranks that hold the same weights as this one, itself included."""
+        here = self.place(rank)
+        return tuple(self.rank(Place(here.tp_rank, here.pp_rank, d)) for d in range(self.dp))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's position along each axis of the grid."""
+
+    tp_rank: int
+    pp_rank: int
+    dp_rank: int
+
+
+def split_layers(num_layers: int, stages: int) -> tuple[range, ...]:
+    """The layers of each pipeline stage: contiguous, and as even as can be.
+
+    Left-over layers go to the stages in the middle, since the first stage also holds the
+    embedding and the last one the output head.
+
+    >>> [list(stage) for stage in split_layers(5, 3)]
+    [[0, 1], [2, 3], [4]]
+    >>> [len(stage) for stage in split_layers(10, 4)]
+    [2, 3, 3, 2]
+    """
+    if not 1 <= stages <= num_layers:
+        raise ValueError(f"{num_layers} layers cannot fill {stages} stages")
+    base, left_over = divmod(num_layers, stages)
+    sizes = [base] * stages
+    first = (stages - left_over) // 2
+    for stage in range(first, first + left_over):
+        sizes[stage] += 1
+    bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
+    return tuple(range(bounds[stage], bounds[stage + 1]) for stage in range(stages))

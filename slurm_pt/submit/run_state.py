@@ -1,0 +1,133 @@
+"""Where a run stands, from its folder and from one answer of Slurm. Final only on evidence."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from slurm_pt.owner import HEARTBEAT_GRACE_S, heartbeat_age_s, pid_start_time
+from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.submit.slurm import JobView
+from slurm_pt.submit.states import JobPhase
+
+SETTLING_S = 60.0
+"""How long squeue, the accounting and a shared file system may disagree after a change."""
+
+
+class RunPhase(Enum):
+    """The state of a run, in the words that `slurm-pt status` prints."""
+
+    not_submitted = "not submitted"
+    waiting = "waiting"
+    held = "held"
+    running = "running"
+    finished = "finished"
+    failed = "failed"
+    cancelled = "cancelled"
+    unknown = "unknown"
+
+    @property
+    def is_final(self) -> bool:
+        return self in {RunPhase.finished, RunPhase.failed, RunPhase.cancelled}
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether submitting the run again would be one time too many."""
+        return self in {RunPhase.waiting, RunPhase.held, RunPhase.running, RunPhase.unknown}
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run's phase, why, and the job that it belongs to."""
+
+    phase: RunPhase
+    reason: str = ""
+    job_key: str | None = None
+    slurm_state: str | None = None
+    """Slurm's own word; None where it gave none."""
+
+
+_FROM_JOB = {
+    JobPhase.waiting: RunPhase.waiting,
+    JobPhase.held: RunPhase.held,
+    JobPhase.running: RunPhase.running,
+}
+
+
+def run_state(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunState:
+    """The state of a run; `jobs` is what Slurm answered (None: it did not answer)."""
+    job: dict[str, Any] | None = read_json(run.job)
+    key = job.get("job_key") if job else None
+    view = jobs.get(key) if jobs is not None and key else None
+    if view is not None and view.phase in _FROM_JOB:
+        return RunState(_FROM_JOB[view.phase], view.reason, key, view.state)
+    if run.done.exists():
+        return RunState(RunPhase.finished, "", key, view.state if view else None)
+    if job is None:
+        return _state_without_job(run)
+    if key is None:
+        return _state_of_local(run, job)
+    if jobs is None:
+        return RunState(RunPhase.unknown, "no answer from Slurm", key)
+    return _state_of_ended(run, job, key, view)
+
+
+def _state_without_job(run: RunDir) -> RunState:
+    """A run that was started by hand (python, srun, torchrun), or not at all."""
+    if not run.list_attempts():
+        return RunState(RunPhase.not_submitted)
+    age_s = heartbeat_age_s(run)
+    if age_s is not None and age_s < HEARTBEAT_GRACE_S and last_decision(run) is None:
+        return RunState(RunPhase.running, "started by hand")
+    return _state_from_records(run, None, None) or RunState(
+        RunPhase.failed, "left without a record of its end"
+    )
+
+
+def _state_of_local(run: RunDir, job: dict[str, Any]) -> RunState:
+    recorded = _state_from_records(run, None, None)
+    if recorded is not None:
+        return recorded
+    if pid_start_time(job["pid"]) == job["pid_start"]:
+        phase = RunPhase.running if run.list_attempts() else RunPhase.waiting
+        return RunState(phase, "local processes")
+    return RunState(RunPhase.failed, "the local launcher is gone")
+
+
+def _state_of_ended(
+    run: RunDir, job: dict[str, Any], key: str, view: JobView | None
+) -> RunState:
+    """A job that Slurm says has ended, or no longer lists, without done.json."""
+    word = view.state if view else None
+    if word == "CANCELLED":
+        return RunState(RunPhase.cancelled, "cancelled", key, word)
+    recorded = _state_from_records(run, key, word, since=job["submitted"])
+    if recorded is not None:
+        return recorded
+    if time.time() - job["submitted"] < SETTLING_S:
+        return RunState(RunPhase.unknown, "submitted a moment ago", key, word)
+    if view is None:
+        return RunState(RunPhase.failed, "Slurm no longer lists the job, and it left no record", key)
+    if view.phase is JobPhase.unknown:
+        return RunState(RunPhase.unknown, f"Slurm says {word}", key, word)
+    said = "COMPLETED, but the run left no done.json" if word == "COMPLETED" else word or ""
+    return RunState(RunPhase.failed, f"Slurm says {said}", key, word)
+
+
+def last_decision(run: RunDir) -> dict[str, Any] | None:
+    """What was decided after the newest attempt; None while it lasts."""
+    attempts = run.list_attempts()
+    return read_json(attempts[-1].end) if attempts else None
+
+
+def _state_from_records(
+    run: RunDir, key: str | None, word: str | None, *, since: float = 0.0
+) -> RunState | None:
+    decision = last_decision(run)
+    if decision is None or decision["time"] < since or decision["action"] != "stop":
+        return None
+    phase = RunPhase.cancelled if decision["outcome"] == "cancelled" else RunPhase.failed
+    return RunState(phase, decision["reason"], key, word)

@@ -1,0 +1,104 @@
+"""The batch script: a pure function of what is asked for."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+
+import jinja2
+
+from slurm_pt import __version__
+from slurm_pt.config import JobConfig
+from slurm_pt.errors import ConfigError, Problem
+from slurm_pt.plan import Plan
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """One sbatch: runs that ask for the same, and what they ask for."""
+
+    options: tuple[tuple[str, str | None], ...]
+    """sbatch's long options; None as value writes the bare option."""
+    srun_options: tuple[str, ...]
+    setup: tuple[str, ...]
+    """The user's shell lines before the ranks start."""
+    python: str
+    array_parallelism: int | None = None
+
+
+def make_job_spec(config: JobConfig, plan: Plan) -> JobSpec:
+    """What the configuration asks of Slurm. One form of each option; nothing that was not set."""
+    slurm = config.slurm
+    options: dict[str, str | None] = {"job-name": slurm.job_name or config.name}
+    for key in ("partition", "qos", "account", "time", "constraint", "reservation", "nodelist"):
+        _add(options, key, getattr(slurm, key))
+    for key in ("exclude", "dependency", "gres", "mem", "mem_per_cpu", "mem_per_gpu"):
+        _add(options, key, getattr(slurm, key))
+    world = plan.layout.world_size
+    options |= {"nodes": str(plan.nodes), "ntasks": str(world)}
+    options["ntasks-per-node"] = str(plan.ranks_per_node)
+    _add(options, "cpus_per_task", slurm.cpus_per_task)
+    if plan.gpus_per_node and slurm.gres is None:
+        # Per node and unbound: every rank sees its peers' devices, which NCCL needs for P2P.
+        options["gpus-per-node"] = str(plan.gpus_per_node)
+    if slurm.exclusive:
+        options["exclusive"] = None
+    options["signal"] = f"USR2@{slurm.signal_lead_s}"
+    options["requeue"] = None  # never left to the site's default
+    options["open-mode"] = "append"
+    for name, value in slurm.additional_parameters.items():
+        options[name.replace("_", "-")] = None if value is True else str(value)
+    srun = ["--kill-on-bad-exit=1", f"--cpu-bind={slurm.cpu_bind}", "--unbuffered"]
+    if slurm.cpus_per_task is not None:
+        # Since 22.05 srun does not inherit it from sbatch.
+        srun.append(f"--cpus-per-task={slurm.cpus_per_task}")
+    return JobSpec(
+        options=tuple(options.items()),
+        srun_options=tuple(srun),
+        setup=tuple(slurm.setup),
+        python=slurm.python or sys.executable,
+        array_parallelism=slurm.array_parallelism,
+    )
+
+
+def _add(options: dict[str, str | None], key: str, value: object) -> None:
+    if value is None:
+        return
+    text = str(value)
+    if "\n" in text or "\r" in text:
+        rule = "a #SBATCH line holds one line"
+        raise ConfigError([Problem(f"slurm.{key}", repr(text), rule, "remove the line feed")])
+    options[key.replace("_", "-")] = text
+
+
+def render_script(spec: JobSpec, runs: tuple[Path, ...], *, log: Path, manifest: Path) -> str:
+    """The batch script of one run, or of an array with one task for each line of `manifest`.
+
+    `log` is the pattern of the file for what the batch shell itself prints.
+    """
+    if len(runs) > 1:
+        limit = f"%{spec.array_parallelism}" if spec.array_parallelism else ""
+        spec = replace(spec, options=(*spec.options, ("array", f"0-{len(runs) - 1}{limit}")))
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_read_template),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,  # noqa: S701 - shell, not HTML; every value passes `sh`
+    )
+    environment.filters["sh"] = lambda value: shlex.quote(str(value))
+    return environment.get_template("train.sbatch").render(
+        spec=spec,
+        options=[*spec.options, ("output", str(log))],
+        run=runs[0] if len(runs) == 1 else None,
+        manifest=manifest,
+        version=__version__,
+    )
+
+
+def _read_template(name: str) -> str:
+    return files("slurm_pt.sbatch_templates").joinpath(name).read_text(encoding="utf-8")

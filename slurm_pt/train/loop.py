@@ -1,0 +1,213 @@
+"""The loop of optimizer steps. Everything it does is a function of the step number.
+
+A step makes one collective over all ranks: a few float64 numbers that carry the gradient norm,
+the loss, and whether anyone asked to stop or to save. So all ranks know the loss, and all agree
+on the same last step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slurm_pt.config.schema import TrainConfig
+from slurm_pt.errors import ConfigError, Problem
+from slurm_pt.parallel.data import (
+    GradientBuckets,
+    clip_factor,
+    counted_parameters,
+    squared_norm,
+    sum_tied_gradient,
+)
+from slurm_pt.parallel.groups import ProcessGroups, all_reduce
+from slurm_pt.parallel.pipeline import Message, run_pipeline
+from slurm_pt.train.data import TokenDataset
+from slurm_pt.train.model import GPTStage, MicroBatch
+from slurm_pt.train.optimizer import NamedAdamW, learning_rate
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one step did. The same on all ranks, but for the durations."""
+
+    step: int
+    """Completed steps, this one included."""
+    loss: float
+    """Mean over the tokens of the global batch, before the update."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    tokens: int
+    """Over all ranks."""
+    step_s: float
+    """Without the time of a save that follows."""
+    data_s: float
+    """Part of step_s spent waiting for tokens."""
+
+
+@dataclass(frozen=True)
+class LoopEnd:
+    """Why and where the loop ended."""
+
+    step: int
+    """Completed steps."""
+    stopped: bool
+    """Left on request, with steps still to do."""
+
+
+def train_loop(
+    *,
+    stage: GPTStage,
+    optimizer: NamedAdamW,
+    dataset: TokenDataset,
+    config: TrainConfig,
+    groups: ProcessGroups,
+    start_step: int,
+    stop_requested: Callable[[], bool],
+    save_due: Callable[[], bool],
+    save: Callable[[int], None],
+    record: Callable[[StepRecord], None],
+    phase: Callable[[str], None],
+) -> LoopEnd:
+    """Train from `start_step` completed steps to `config.steps`, or until a stop is agreed.
+
+    `stop_requested` of any rank counts, `save_due` of rank 0 alone. `save(step)` is called on
+    all ranks with the number of completed steps, between steps only: after the last step, and
+    on a stop, saving is the caller's.
+    """
+    trainer = _Trainer(stage, optimizer, dataset, config, groups, phase)
+    for step in range(start_step, config.steps):
+        begin = time.perf_counter()
+        micro_batches = trainer.micro_batches(step)
+        data_s = time.perf_counter() - begin
+        loss = trainer.gradients(micro_batches)
+        phase("reduce")
+        wants_save = groups.rank == 0 and save_due()
+        totals = trainer.reduce(loss, stop=stop_requested(), save=wants_save)
+        phase("optimizer")
+        lr = learning_rate(step, config)
+        trainer.update(totals.grad_norm, lr)
+        record(
+            StepRecord(
+                step=step + 1,
+                loss=totals.loss,
+                grad_norm=totals.grad_norm,
+                lr=lr,
+                tokens=config.global_batch_size * config.seq_len,
+                step_s=time.perf_counter() - begin,
+                data_s=data_s,
+            )
+        )
+        if step + 1 == config.steps:
+            break
+        if totals.stop:
+            return LoopEnd(step=step + 1, stopped=True)
+        if totals.save:
+            phase("save")
+            save(step + 1)
+    return LoopEnd(step=max(start_step, config.steps), stopped=False)
+
+
+def num_microbatches(config: TrainConfig, dp: int) -> int:
+    """Forward passes of one rank in one step."""
+    count, left_over = divmod(config.global_batch_size, config.micro_batch_size * dp)
+    if left_over or count == 0:
+        multiple = config.micro_batch_size * dp
+        raise ConfigError(
+            [
+                Problem(
+                    key="train.global_batch_size",
+                    value=config.global_batch_size,
+                    rule=f"not a multiple of train.micro_batch_size={config.micro_batch_size} "
+                    f"* parallel.dp={dp}",
+                    fix=f"set it to a multiple of {multiple}",
+                )
+            ]
+        )
+    return count
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """What all ranks know after the one reduction of a step."""
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    save: bool
+
+
+class _Trainer:
+    """The parts of one step."""
+
+    def __init__(
+        self,
+        stage: GPTStage,
+        optimizer: NamedAdamW,
+        dataset: TokenDataset,
+        config: TrainConfig,
+        groups: ProcessGroups,
+        phase: Callable[[str], None],
+    ):
+        self.stage, self.optimizer, self.dataset = stage, optimizer, dataset
+        self.config, self.groups, self.phase = config, groups, phase
+        self.num_microbatches = num_microbatches(config, groups.layout.dp)
+        self.buckets = GradientBuckets(stage.parameters(), group=groups.dp)
+        self.counted = counted_parameters(
+            dict(stage.named_parameters()),
+            shard_dims=stage.shard_dims(),
+            copies=stage.tied_copies(),
+            groups=groups,
+        )
+        shape = (config.micro_batch_size, config.seq_len, stage.config.hidden_size)
+        self.message = Message(shape=shape, dtype=stage.dtype)
+
+    def micro_batches(self, step: int) -> list[MicroBatch]:
+        """This dp rank's contiguous part of the global batch, cut into micro-batches."""
+        self.phase("data")
+        size = self.config.micro_batch_size
+        first = self.groups.place.dp_rank * self.num_microbatches * size
+        return [
+            self._micro_batch(step, range(start, start + size))
+            for start in range(first, first + self.num_microbatches * size, size)
+        ]
+
+    def gradients(self, micro_batches: list[MicroBatch]) -> Tensor:
+        """This rank's part of the mean loss; leaves the global batch's gradients in `.grad`."""
+        self.phase("forward_backward")
+        self.buckets.zero()
+        loss = run_pipeline(self.stage, micro_batches, message=self.message, groups=self.groups)
+        self.phase("average")
+        self.buckets.average()
+        sum_tied_gradient(self.stage.tied_parameter(), self.groups)
+        if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
+            loss.zero_()
+        return loss / self.groups.layout.dp
+
+    def reduce(self, loss: Tensor, *, stop: bool, save: bool) -> _Totals:
+        """The one collective over all ranks."""
+        square = squared_norm(self.counted, device=self.groups.device)
+        flags = torch.tensor([float(stop), float(save)], dtype=torch.float64)
+        sums = torch.cat([torch.stack([loss, square]), flags.to(self.groups.device)])
+        loss_sum, square_sum, stops, saves = all_reduce(sums, self.groups.world).tolist()
+        return _Totals(
+            loss=loss_sum, grad_norm=math.sqrt(square_sum), stop=stops > 0, save=saves > 0
+        )
+
+    def update(self, grad_norm: float, lr: float) -> None:
+        factor = clip_factor(grad_norm, self.config.grad_clip)
+        if factor != 1.0:
+            self.buckets.scale(factor)
+        self.optimizer.step(lr)
+
+    def _micro_batch(self, step: int, indices: range) -> MicroBatch:
+        tokens = None
+        if self.groups.first_stage or self.groups.last_stage:
+            tokens = torch.from_numpy(self.dataset.batch(step, indices)).to(self.groups.device)
+        samples = tuple(step * self.config.global_batch_size + index for index in indices)
+        return MicroBatch(tokens=tokens, samples=samples, step=step)

@@ -1,0 +1,15 @@
+"""Train the configured model: `python train.py`, or a sweep of Slurm jobs with `-m`."""
+
+from typing import Any
+
+import slurm_pt
+
+
+@slurm_pt.main()
+def main(cfg: Any) -> Any:
+    """One run."""
+    return slurm_pt.train(cfg)
+
+
+if __name__ == "__main__":
+    main()
