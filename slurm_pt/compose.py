@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
-from slurm_pt.config.store import register_schemas
 from slurm_pt.errors import SlurmPtError
 from slurm_pt.launcher import make_points
 from slurm_pt.program import OUR_CONFIGS, explain_hydra
@@ -27,7 +27,7 @@ def compose_point(
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    register_schemas()
+    place: AbstractContextManager[None]
     if config_dir is None:
         place = initialize_config_module(OUR_CONFIGS.removeprefix("pkg://"), version_base="1.3")
     else:

@@ -22,7 +22,7 @@ from slurm_pt.devcluster.deadlines import wait_until
 from slurm_pt.errors import DevClusterError, SlurmPtError
 from slurm_pt.monitor.history import first_difference, read_history
 from slurm_pt.monitor.status import find_runs
-from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.run_dir import RunDir, find_json, read_json
 
 STEPS = 60
 SWEEP = (
@@ -169,7 +169,7 @@ class _Demo:
 
 
 def _step(run: RunDir) -> int:
-    beat = read_json(run.heartbeats / "rank_00000.json")
+    beat = find_json(run.heartbeats / "rank_00000.json")
     return int(beat["step"]) if beat else 0
 
 

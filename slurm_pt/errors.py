@@ -3,6 +3,7 @@
     SlurmPtError                    exit code 2, one message, no traceback
     ├── ConfigError                 a value in the configuration
     ├── RunFolderError              the run folder: not writable, owned by another job, damaged
+    │   └── RunFinishedError        exit code 0: there is nothing left to do
     ├── SubmitError                 Slurm refused the job, or its commands are missing
     │   └── SlurmUnavailableError   no answer: nothing may be concluded from it
     ├── LaunchError                 ranks, nodes, rendezvous inside the allocation
@@ -28,6 +29,12 @@ class SlurmPtError(Exception):
 
 class RunFolderError(SlurmPtError):
     """The run folder cannot be written, is damaged, or belongs to another job."""
+
+
+class RunFinishedError(RunFolderError):
+    """Nothing is left to do: the run is finished."""
+
+    exit_code = 0
 
 
 class SubmitError(SlurmPtError):

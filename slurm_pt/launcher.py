@@ -16,13 +16,13 @@ from slurm_pt.errors import ConfigError, SlurmPtError, SlurmUnavailableError
 from slurm_pt.monitor.status import RunStatus
 from slurm_pt.monitor.watch import watch
 from slurm_pt.plan import make_plan
-from slurm_pt.run_dir import RunDir, read_json, run_dir_of
+from slurm_pt.run_dir import RunDir, find_json, run_dir_of
 from slurm_pt.submit.run_state import RunPhase
 from slurm_pt.submit.slurm import SlurmClient
 from slurm_pt.submit.sweep import Point, Submitted, submit_points
 
 
-class PendingJobReturn(JobReturn):  # type: ignore[misc]
+class PendingJobReturn(JobReturn):
     """A run that was submitted and has not ended: its status is unknown, it has no value yet."""
 
     @property
@@ -122,7 +122,7 @@ def announce(console: Console, submitted: Submitted, points: Sequence[Point]) ->
     """One line for what was submitted and one for what was left alone."""
     total = len(points)
     if submitted.new:
-        keys = [(read_json(run.job) or {}).get("job_key") for run in submitted.new]
+        keys = [(find_json(run.job) or {}).get("job_key") for run in submitted.new]
         known = [key for key in keys if key]
         ids = ", ".join(dict.fromkeys(key.split("_")[0] for key in known))
         which = f" as job {ids}" if ids else " as local processes"
@@ -150,7 +150,7 @@ def _ended(cfg: Any, overrides: Sequence[str], status: RunStatus) -> JobReturn:
     job = _job_return(JobReturn, cfg, overrides, status.run)
     if status.state.phase is RunPhase.finished:
         job.status = JobStatus.COMPLETED
-        done = read_json(status.run.done) or {}
+        done = find_json(status.run.done) or {}
         job.return_value = done.get("result", done)
     else:
         job.status = JobStatus.FAILED

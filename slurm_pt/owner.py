@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import RunDir, read_json, write_json
+from slurm_pt.run_dir import RunDir, find_json, write_json
 
 HEARTBEAT_GRACE_S = 180.0
 """Age at which a run's newest heartbeat no longer shows that somebody lives."""
@@ -52,7 +52,7 @@ def this_process(*, job_key: str | None, restart_count: int) -> Owner:
 
 def read_owner(run: RunDir) -> Owner | None:
     """The writer on record, alive or not."""
-    record: dict[str, Any] | None = read_json(run.owner)
+    record: dict[str, Any] | None = find_json(run.owner)
     return None if record is None else Owner(**record)
 
 

@@ -27,9 +27,8 @@ def main(
 ) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
     """Decorates a program `f(cfg)`: Hydra's command line in front of it, a clean end behind it.
 
-    A relative `config_path` is relative to the program's file. Our groups (slurm, parallel,
-    checkpoint, ...) are there for any config that has
-    `hydra: {searchpath: [pkg://slurm_pt.hydra_configs]}`.
+    A relative `config_path` is relative to the program's file. A config of your own begins with
+    `defaults: [job, _self_]` and has the groups slurm, parallel, cluster, checkpoint and monitor.
     """
 
     def decorate(program: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -55,10 +54,8 @@ def _run_hydra(program: Callable[[Any], Any], config_path: str, config_name: str
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from slurm_pt.config.store import register_schemas
     from slurm_pt.launch.preemption import shield
 
-    register_schemas()
     shield_now = {"done": False}
 
     @functools.wraps(program)
@@ -91,12 +88,19 @@ def run_program(program: Callable[[Any], Any], cfg: Any, *, exits: bool) -> int:
     With `exits` the process ends here, hard: gloo's threads can abort an interpreter that shuts
     down in the ordinary way, and a finished run would count as failed.
     """
+    from slurm_pt.launch.after_attempt import WANTS_REQUEUE
+    from slurm_pt.launch.rendezvous import MeetingStoppedError
+
     token = current_run.set(None)
     try:
         try:
             result = program(cfg)
             run = current_run.get()
             code = run.succeed(result) if run is not None else 0
+        except MeetingStoppedError as error:
+            print(f"slurm_pt: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            _record_early_end(error, WANTS_REQUEUE)
+            code = WANTS_REQUEUE
         except SlurmPtError as error:
             print(f"slurm_pt: {error}", file=sys.stderr, flush=True)  # noqa: T201
             code = _failed(error)

@@ -15,7 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig
 from slurm_pt.errors import SlurmPtError, SubmitError
-from slurm_pt.launch.after_attempt import FINISHED, WANTS_REQUEUE, ExitRecord
+from slurm_pt.launch.after_attempt import (
+    FINISHED,
+    USER_ERROR,
+    WANTS_REQUEUE,
+    Decision,
+    ExitRecord,
+    Outcome,
+)
+from slurm_pt.launch.attempt import conclude
 from slurm_pt.launch.environment import RankInfo
 from slurm_pt.launch.preemption import StopCause, StopRequest, stop_cause
 from slurm_pt.monitor.progress import Heartbeat, JobComment, render_comment
@@ -61,6 +69,8 @@ class Run:
     client: SlurmClient
     nonce: str
     """Proof of ownership: checked before anything is committed."""
+    by_hand: bool
+    """Started without our batch script: this process writes down how the attempt ended."""
     close_launch: Callable[[], None]
     timings_s: dict[str, float]
     """Seconds of each part of the start."""
@@ -199,7 +209,7 @@ class Run:
         fits = True
         if committed is not None and took_s is not None and left_s is not None:
             fits = took_s <= left_s + KILL_WAIT_FLOOR_S
-        fits = self._from_rank_0(fits)
+        fits = bool(self._from_rank_0(fits))
         if not fits:
             self._record(
                 "save_skipped",
@@ -246,7 +256,7 @@ class Run:
         """Progress for `slurm-pt status` and for squeue's comment (rank 0)."""
         self.step = self.heartbeat.step = step
         self.heartbeat.figures = {"steps": steps, "loss": loss, "tokens_per_s": round(tokens_per_s, 1)}
-        self.heartbeat.beat()
+        written = self.heartbeat.beat()
         if self.rank == 0:
             text = render_comment(
                 step=step,
@@ -256,6 +266,8 @@ class Run:
                 attempt=self.attempt.number,
             )
             self.comment.update(text)
+            if written or step == steps:
+                print(text, flush=True)  # noqa: T201 - the rank's log, or the user's terminal
 
     def succeed(self, result: object) -> int:
         """The exit code after the program returned: done, or stopped on request. Collective."""
@@ -264,6 +276,14 @@ class Run:
         if self.notice is not None:
             cause = self.notice.cause.value
             self._exit_record(WANTS_REQUEUE, f"stopped on request at step {self.step}", cause=cause)
+            self._conclude_by_hand(
+                Decision(
+                    "stop",
+                    Outcome.stopped if cause == "unknown" else Outcome(cause),
+                    f"stopped on request at step {self.step}; the same command goes on from there",
+                    WANTS_REQUEUE,
+                )
+            )
             self._leave()
             return WANTS_REQUEUE
         self._barrier()  # done.json means that every rank got here
@@ -273,6 +293,7 @@ class Run:
                 done["result"] = result
             write_json(self.folder.done, done)
         self._exit_record(FINISHED, "finished")
+        self._conclude_by_hand(Decision("none", Outcome.finished, "finished", FINISHED))
         self._leave()
         return FINISHED
 
@@ -282,8 +303,14 @@ class Run:
         text = str(error).strip() or "no message"
         kind = "" if isinstance(error, SlurmPtError) else f"{type(error).__name__}: "
         self._exit_record(code, kind + text[:2000])
+        outcome = Outcome.user_error if code == USER_ERROR else Outcome.failed
+        self._conclude_by_hand(Decision("stop", outcome, f"rank {self.rank}: {kind}{text[:2000]}", code))
         self.close_launch()
         return code
+
+    def _conclude_by_hand(self, decision: Decision) -> None:
+        if self.by_hand and self.rank == 0:
+            conclude(self.attempt, decision)
 
     def _exit_record(self, code: int, reason: str, *, cause: str | None = None) -> None:
         record = ExitRecord(

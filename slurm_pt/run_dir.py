@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from slurm_pt.config import JobConfig, signature
+from slurm_pt.config import JobConfig, plain_config, signature
 from slurm_pt.errors import RunFolderError
 
 
@@ -46,12 +46,27 @@ def write_json(path: Path, record: Any, *, mode: int = 0o666) -> None:
     write_text(path, json.dumps(record, indent=1, ensure_ascii=False) + "\n", mode=mode)
 
 
-def read_json(path: Path) -> Any | None:
+def find_json(path: Path) -> Any | None:
     """The content of a JSON file; None where there is no file. Raises RunFolderError if damaged."""
+    try:
+        return read_json(path)
+    except MissingFileError:
+        return None
+
+
+class MissingFileError(RunFolderError):
+    """A file that the run folder must have is not there."""
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file that must be there. Raises RunFolderError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None
+        raise MissingFileError(
+            f"{path} is missing. A job's inputs stay until it ends: was a part of the run folder "
+            "removed? Submit the run again"
+        ) from None
     except (ValueError, OSError) as error:
         raise RunFolderError(
             f"{path} cannot be read ({error}). It is written in one step, so this is a damaged "
@@ -245,15 +260,9 @@ def create_run(run: RunDir, *, cfg: Any, spec: dict[str, Any], plan: dict[str, A
             f"run_root={run.path.parent}: {error.filename} cannot be made: {error.strerror}. Set "
             "run_root to a folder that you can write, on a file system that all nodes share"
         ) from error
-    write_text(run.config, OmegaConf.to_yaml(OmegaConf.create(_without_hydra(cfg))))
+    write_text(run.config, OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
     write_json(run.spec, spec)
     write_json(run.plan, plan)
-
-
-def _without_hydra(cfg: Any) -> Any:
-    plain = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True) if not isinstance(cfg, dict) else cfg
-    assert isinstance(plain, dict)  # noqa: S101 - a config's root is a mapping
-    return {key: value for key, value in plain.items() if key != "hydra"}
 
 
 def open_run(path: Path | str) -> RunDir:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig, RunConfig, read_config, read_job_config
-from slurm_pt.errors import LaunchError, RunFolderError, SlurmPtError
+from slurm_pt.errors import LaunchError, RunFinishedError, RunFolderError, SlurmPtError
 from slurm_pt.launch.attempt import begin_attempt
 from slurm_pt.launch.environment import RankInfo, check_world, read_rank
 from slurm_pt.launch.preemption import StopRequest, listen, shield
@@ -32,6 +32,7 @@ from slurm_pt.session import current_run
 from slurm_pt.submit.slurm import SlurmClient
 
 if TYPE_CHECKING:
+    from slurm_pt.launch.hello import Hello
     from slurm_pt.launch.rendezvous import Meeting
     from slurm_pt.train.loop import StepRecord
     from slurm_pt.train.model import GPTStage
@@ -73,22 +74,30 @@ def _start(cfg: Any, config: JobConfig) -> Run:
     info = read_rank(os.environ)
     folder = _folder(config, cfg)
     plan = _plan(config, info, folder)
-    check_world(
-        info, plan.layout, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes
+    check_world(info, plan.layout, allow_tp_across_nodes=config.parallel.allow_tp_across_nodes)
+    try:
+        folder.attempts.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunFolderError(
+            f"run_root={config.run_root}: {error.filename}: {error.strerror}. Set run_root to a "
+            "folder that you can write"
+        ) from error
+    meeting = _meet(
+        config, info, folder, request, lambda _: _begin(folder, cfg=cfg, plan=plan)
     )
-    folder.attempts.mkdir(parents=True, exist_ok=True)
-    meeting = _meet(config, info, folder, request)
+    if "refused" in meeting.agreed:
+        raise RunFolderError(meeting.agreed["refused"])
+    if "finished" in meeting.agreed:
+        raise RunFinishedError(meeting.agreed["finished"])
+    attempt = AttemptDir(Path(meeting.agreed["attempt"]))
     clock.lap("rendezvous")
-    import torch
-
-    clock.lap("imports")
     device = _device(config, info)
-    _join(torch, meeting, config, info, device)
+    clock.lap("imports")
+    _join(meeting, config, info, device)
     from slurm_pt.parallel.groups import create_groups
 
     timeout_s = config.cluster.collective_timeout_s
     groups = create_groups(plan.layout, rank=info.rank, device=device, timeout_s=timeout_s)
-    attempt = _attempt(folder, cfg=cfg, plan=plan, groups=groups)
     clock.lap("groups")
     client = SlurmClient()
     number = attempt.number
@@ -106,6 +115,7 @@ def _start(cfg: Any, config: JobConfig) -> Run:
         comment=JobComment(client, info.job_key, config.monitor.comment_s),
         client=client,
         nonce=owner_nonce(attempt),
+        by_hand="SLURM_PT_ATTEMPT_DIR" not in os.environ,
         close_launch=meeting.close,
         timings_s=clock.parts_s,
     )
@@ -130,19 +140,41 @@ def _plan(config: JobConfig, info: RankInfo, folder: RunDir) -> Plan:
     return make_plan(dataclasses.replace(config, slurm=slurm))
 
 
-def _meet(config: JobConfig, info: RankInfo, folder: RunDir, request: StopRequest) -> Meeting:
-    from slurm_pt.launch.rendezvous import Hello, launch_key, meet
+def _meet(
+    config: JobConfig,
+    info: RankInfo,
+    folder: RunDir,
+    request: StopRequest,
+    agree: Callable[[tuple[Hello, ...]], dict[str, Any]],
+) -> Meeting:
+    from slurm_pt.launch.environment import affinity_warning
+    from slurm_pt.launch.hello import make_hello
+    from slurm_pt.launch.network import list_interfaces, validate_interface_settings
+    from slurm_pt.launch.rendezvous import launch_key, meet
 
+    problem = None
+    try:
+        validate_interface_settings(os.environ, list_interfaces())
+    except LaunchError as error:
+        problem = str(error)  # told to all ranks, so that the message is the same everywhere
+    hello = make_hello(info, config_signature=folder.name, problem=problem)
+    if warning := affinity_warning(config.slurm.cpus_per_task, hello.affinity_cpus):
+        _say(warning)
     return meet(
         info,
         folder=folder.attempts,
         launch_key=launch_key(info, os.environ),
-        hello=Hello.of_this_process(info, run=folder.name),
+        hello=hello,
         timeout_s=config.cluster.start_timeout_s,
         interface=config.cluster.interface,
-        log=lambda line: print(f"slurm_pt: {line}", file=sys.stderr, flush=True),  # noqa: T201
+        log=_say,
         stop_requested=request.is_set,
+        agree=agree,
     )
+
+
+def _say(line: str) -> None:
+    print(f"slurm_pt: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _device(config: JobConfig, info: RankInfo) -> Any:
@@ -164,18 +196,30 @@ def _device(config: JobConfig, info: RankInfo) -> Any:
     return device
 
 
-def _join(torch: Any, meeting: Meeting, config: JobConfig, info: RankInfo, device: Any) -> None:
-    """torch.distributed over the store whose socket rank 0 has kept open."""
+def _join(meeting: Meeting, config: JobConfig, info: RankInfo, device: Any) -> None:
+    """torch.distributed over a store on the socket that rank 0 has kept open."""
     import datetime
 
     import torch.distributed as dist
 
-    os.environ.update(meeting.backend_environment())
+    stores: Any = dist  # the stores are there, but torch's stubs do not export them
+    if info.world_size > 1:
+        # The interface that leads to rank 0, unless the user chose one.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
+        if meeting.several_machines:
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", meeting.interface)
     timeout = datetime.timedelta(seconds=config.cluster.collective_timeout_s)
     if info.world_size == 1:
-        store: Any = dist.HashStore()
+        store = stores.HashStore()
     else:
-        store = meeting.torch_store(dist.TCPStore, timeout=timeout)
+        store = stores.TCPStore(
+            meeting.address,
+            meeting.port,
+            info.world_size,
+            is_master=info.rank == 0,
+            timeout=timeout,
+            master_listen_fd=meeting.take_store_fd(),
+        )
     # gloo beside NCCL: rank 0's word to the others and checkpoint threads do not need the GPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
@@ -183,35 +227,23 @@ def _join(torch: Any, meeting: Meeting, config: JobConfig, info: RankInfo, devic
     )
 
 
-def _attempt(folder: RunDir, *, cfg: Any, plan: Plan, groups: Any) -> AttemptDir:
-    """The attempt that the batch script began; of a start by hand rank 0 begins one."""
+def _begin(folder: RunDir, *, cfg: Any, plan: Plan) -> dict[str, Any]:
+    """The attempt that the batch script began; for a start by hand, rank 0 begins one here.
+
+    Told to all ranks: either the attempt's folder, or why there can be none.
+    """
     given = os.environ.get("SLURM_PT_ATTEMPT_DIR")
     if given:
-        return AttemptDir(Path(given))
-    import torch.distributed as dist
-
-    box: list[Any] = [None]
-    if groups.rank == 0:
-        box = [_begin_by_hand(folder, cfg, plan)]
-    if groups.layout.world_size > 1:
-        dist.broadcast_object_list(box, src=0, group=groups.background)
-    if isinstance(box[0], str):
-        raise RunFolderError(box[0])
-    path: Path = box[0]
-    return AttemptDir(path)
-
-
-def _begin_by_hand(folder: RunDir, cfg: Any, plan: Plan) -> Path | str:
-    """The new attempt's folder, or why there can be none."""
+        return {"attempt": given}
     try:
         spec = {"entry": None, "overrides": sys.argv[1:], "cwd": str(Path.cwd())}
         create_run(folder, cfg=cfg, spec=spec, plan=plan.as_json())
         attempt = begin_attempt(folder)
     except SlurmPtError as error:
-        return str(error)
+        return {"refused": str(error)}
     if attempt is None:
-        return f"{folder.path} is finished (it has a done.json). Change a key, or remove the folder"
-    return attempt.path
+        return {"finished": f"{folder.path} is finished; its done.json says how it went"}
+    return {"attempt": str(attempt.path)}
 
 
 # ------------------------------------------------------------------------------- our own trainer

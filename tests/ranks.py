@@ -26,7 +26,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parent.parent
 
 
-class RankFailed(AssertionError):
+class RankFailedError(AssertionError):
     """A rank raised, died or did not end in time."""
 
 
@@ -39,7 +39,7 @@ def run_ranks(
 
     Args:
         function: `package.module:name`.
-        deadline_s: After this long the ranks are killed and RankFailed is raised.
+        deadline_s: After this long the ranks are killed and RankFailedError is raised.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
@@ -70,10 +70,10 @@ def run_ranks(
 def _raise_first_failure(folder: Path, world_size: int) -> None:
     failures = sorted(folder.glob("*.failure"), key=lambda path: path.stat().st_mtime_ns)
     if failures:
-        raise RankFailed(f"rank {failures[0].stem}:\n{failures[0].read_text()}")
+        raise RankFailedError(f"rank {failures[0].stem}:\n{failures[0].read_text()}")
     silent = [rank for rank in range(world_size) if not (folder / f"{rank}.result").exists()]
     if silent:
-        raise RankFailed(f"no result of ranks {silent}: killed at the deadline, or died")
+        raise RankFailedError(f"no result of ranks {silent}: killed at the deadline, or died")
 
 
 def _launch(folder: Path) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -31,6 +31,9 @@ from slurm_pt.checkpoint.store import FileRecord, Manifest, StoredCheckpoint
 from slurm_pt.config.schema import CheckpointConfig
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from slurm_pt.checkpoint.tensor_files import StoredTensor
 
 __all__ = [
     "Checkpointer",
@@ -55,6 +58,16 @@ class Resumed:
     world_changed: bool
     skipped: tuple[str, ...]
     """Why newer checkpoints were passed over, one sentence each."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint that was looked into, before its tensors are loaded."""
+
+    manifest: Manifest
+    index: Mapping[str, StoredTensor]
+    rank_state: dict[str, Any] | None
+    world_changed: bool
 
 
 @dataclass(frozen=True)
@@ -183,22 +196,31 @@ class Checkpointer:
             CheckpointError: there are checkpoints and none can be used, or the one to use does not
                 fit these tensors.
         """
+        return self.resume_into(lambda _path: tensors, shard_dims=shard_dims)
+
+    def resume_into(
+        self,
+        allocate: Callable[[Path], Mapping[str, Tensor]],
+        *,
+        shard_dims: Mapping[str, int | None] | None = None,
+    ) -> Resumed | None:
+        """Like `resume`, for tensors that are only known once the checkpoint is.
+
+        `allocate` takes the folder of the chosen checkpoint (`tensor_files.read_index` tells names,
+        shapes and formats) and gives the tensors to fill.
+        """
         found, skipped = self._choose()
         if found is None:
             return None
-        manifest = self._peers.on_rank_0(lambda: store.read_manifest(found.path))
-        self._load(found.path, tensors, shard_dims)
-        world_changed = manifest.layout != _layout(self._groups)
-        rank_state = None
-        if not world_changed:
-            own = found.path / store.rank_file(self._groups.rank)
-            rank_state = self._peers.on_each(lambda: json.loads(own.read_bytes()))
+        opened = self._peers.on_each(lambda: self._open(found.path))
+        tensors = self._peers.on_each(lambda: allocate(found.path))
+        self._load(found.path, opened.index, tensors, shard_dims or {})
         self.last_committed = found.step
         return Resumed(
             step=found.step,
-            common=dict(manifest.common),
-            rank_state=rank_state,
-            world_changed=world_changed,
+            common=dict(opened.manifest.common),
+            rank_state=opened.rank_state,
+            world_changed=opened.world_changed,
             skipped=tuple(store.describe_skipped(skipped, found)),
         )
 
@@ -358,15 +380,29 @@ class Checkpointer:
         by_size = sorted(files, key=lambda name: (-files[name].size_bytes, name))
         return by_size[self._groups.rank :: self._groups.layout.world_size]
 
+    def _open(self, path: Path) -> _Opened:
+        """Everything but the tensors."""
+        from slurm_pt.checkpoint.tensor_files import read_index
+
+        manifest = store.read_manifest(path)
+        world_changed = manifest.layout != _layout(self._groups)
+        rank_state = None
+        if not world_changed:
+            rank_state = json.loads((path / store.rank_file(self._groups.rank)).read_bytes())
+        return _Opened(manifest, read_index(path), rank_state, world_changed)
+
     def _load(
-        self, path: Path, tensors: Mapping[str, Tensor], shard_dims: Mapping[str, int | None]
+        self,
+        path: Path,
+        index: Mapping[str, StoredTensor],
+        tensors: Mapping[str, Tensor],
+        shard_dims: Mapping[str, int | None],
     ) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-        from slurm_pt.checkpoint.tensor_files import TensorFileReader, read_index
+        from slurm_pt.checkpoint.tensor_files import TensorFileReader
 
-        index = self._peers.on_each(lambda: read_index(path))
         tp = self._groups.layout.tp
         judged = self._peers.gather(
             (state.mismatches(index, tensors, shard_dims, tp=tp), list(tensors))

@@ -42,7 +42,9 @@ def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
                 raise CheckpointError(
                     f"state[{name!r}] has the key {key!r}: only text and whole numbers can be keys"
                 )
-        return {"dict": [[key, _flatten(item, f"{name}/{key}", tensors)] for key, item in value.items()]}
+        return {
+            "dict": [[key, _flatten(item, f"{name}/{key}", tensors)] for key, item in value.items()]
+        }
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
         items = [_flatten(item, f"{name}/{index}", tensors) for index, item in enumerate(value)]

@@ -3,7 +3,7 @@
 Never touches the disk, the network or torch.
 """
 
-from slurm_pt.config.door import read_config, read_job_config, signature
+from slurm_pt.config.door import plain_config, read_config, read_job_config, signature
 from slurm_pt.config.schema import (
     CheckpointConfig,
     ClusterConfig,
@@ -30,6 +30,7 @@ __all__ = [
     "RunConfig",
     "SlurmConfig",
     "TrainConfig",
+    "plain_config",
     "read_config",
     "read_job_config",
     "signature",

@@ -33,36 +33,42 @@ def read_config(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
 
 def read_job_config(cfg: DictConfig | Mapping[str, Any]) -> JobConfig:
     """The checked job part of any configuration; sections that a user's own loop adds are let be."""
-    plain = _plain(cfg)
+    plain = plain_config(cfg)
     names = {declared.name for declared in dataclasses.fields(JobConfig)}
     return _read({key: value for key, value in plain.items() if key in names}, JobConfig)
 
 
 def signature(cfg: DictConfig | Mapping[str, Any]) -> str:
     """Ten hexadecimal digits that name what a run computes; the same config, the same digits."""
-    plain = {k: v for k, v in _plain(cfg).items() if k not in SECTIONS_WITHOUT_INFLUENCE}
+    plain = {k: v for k, v in plain_config(cfg).items() if k not in SECTIONS_WITHOUT_INFLUENCE}
     text = json.dumps(plain, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
-def _plain(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
-    """Resolved plain containers, without Hydra's own node."""
-    if isinstance(cfg, DictConfig):
+def plain_config(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration as plain containers, interpolations resolved, without Hydra's own node."""
+    if not isinstance(cfg, DictConfig):
+        return {str(key): value for key, value in cfg.items() if key != "hydra"}
+    plain: dict[str, Any] = {}
+    for key in cfg:
+        if key == "hydra":  # holds values that only a running Hydra program can resolve
+            continue
         try:
-            container = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+            value = MISSING if OmegaConf.is_missing(cfg, key) else cfg[key]
+            if OmegaConf.is_config(value):
+                value = OmegaConf.to_container(value, resolve=True, enum_to_str=True)
         except OmegaConfBaseException as error:
-            key = getattr(error, "full_key", None) or "?"
+            full_key = getattr(error, "full_key", None) or str(key)
             text = str(error).splitlines()[0]
-            raise ConfigError(
-                [Problem(key, "${...}", text, "name an existing key in the interpolation")]
-            ) from error
-        cfg = typing.cast("dict[str, Any]", container)
-    return {str(key): value for key, value in cfg.items() if key != "hydra"}
+            fix = "name an existing key in the interpolation"
+            raise ConfigError([Problem(full_key, "${...}", text, fix)]) from error
+        plain[str(key)] = value.name if isinstance(value, Enum) else value
+    return plain
 
 
 def _read(cfg: DictConfig | Mapping[str, Any], cls: type[_J]) -> _J:
     problems: list[Problem] = []
-    config = _build(_plain(cfg), cls, "", problems)
+    config = _build(plain_config(cfg), cls, "", problems)
     if problems:
         raise ConfigError(problems)
     problems = list(_broken_rules(config))

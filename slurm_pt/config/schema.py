@@ -7,6 +7,7 @@ write into (a frozen one makes every override fail), so `schema_of` derives thos
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 import typing
 from dataclasses import dataclass, field
@@ -211,8 +212,12 @@ class RunConfig(JobConfig):
     data: DataConfig = field(default_factory=DataConfig)
 
 
+@functools.cache
 def schema_of(frozen: type) -> type:
-    """The same dataclass, but writable and made of writable parts, as Hydra's schemas must be."""
+    """The same dataclass, but writable and made of writable parts, as Hydra's schemas must be.
+
+    One class for one class: OmegaConf merges a group only into the very type it was declared with.
+    """
     hints = typing.get_type_hints(frozen)
     fields: list[tuple[str, Any, Any]] = []
     for declared in dataclasses.fields(frozen):

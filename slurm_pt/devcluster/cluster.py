@@ -179,18 +179,32 @@ class DevCluster:
         wait_for_port(self._paths, "slurmctld")
         wait_for_role(self._paths, "slurmctld", lambda: bool(self._query_nodes()))
 
-    def kill_node(self, name: str) -> None:
-        """Ends the node's daemon and all that runs on the node at once, as a power cut would."""
+    def kill_node(self, name: str, *, noticed: bool = False) -> None:
+        """Ends the node's daemon and all that runs on the node at once, as a power cut would.
+
+        Left to itself the controller notices after SlurmdTimeout (60 s): the node is down, its jobs
+        are requeued. With `noticed` that happens at once.
+        """
         self._require_node(name)
         find = self._finder(name)
         end_processes(lambda: [p for p in find() if p.is_daemon])
         end_processes(find)
+        if noticed:
+            reason = "Reason=Not responding"
+            self.run(["scontrol", "update", f"NodeName={name}", "State=DOWN", reason])
 
     def start_node(self, name: str) -> None:
-        """Starts the node's daemon again; returns when the controller counts on the node."""
+        """Starts the node's daemon again, as after a boot; returns when the node counts as up.
+
+        Jobs that the controller still believes to run there are only then found missing, and
+        requeued, if they were older than about 25 s; younger ones stay as ghosts. Wait until the
+        node is down, or let `kill_node` have it noticed, to see them requeued.
+        """
         self._require_node(name)
         self._refuse_if_running(f"slurmd-{name}")
-        start_role(self._paths, f"slurmd-{name}")
+        # -b: without it Slurm knows from the machine's uptime that there was no boot, and drops
+        # the jobs (NODE_FAIL) where it would requeue them on a real cluster.
+        start_role(self._paths, f"slurmd-{name}", "-b")
         wait_for_port(self._paths, f"slurmd-{name}")
         wait_for_role(self._paths, f"slurmd-{name}", lambda: self._nodes_are_up((name,)))
 

@@ -56,14 +56,14 @@ def daemon_command(paths: ClusterPaths, state: ClusterState, role: str) -> list[
     return command
 
 
-def start_role(paths: ClusterPaths, role: str) -> None:
+def start_role(paths: ClusterPaths, role: str, *arguments: str) -> None:
     """Starts the daemon and notes its pid; whether it gets ready is not waited for."""
     state = require_state(paths)
     extra = {"SLURM_CONF": str(paths.slurm_conf)}
     if role == "slurmdbd":
         extra["MYSQL_UNIX_PORT"] = str(paths.database_socket)
     pid = start_daemon(
-        daemon_command(paths, state, role),
+        [*daemon_command(paths, state, role), *arguments],
         environment=daemon_environment(paths.folder, role, extra),
         output=paths.output(role),
         cwd=paths.run,

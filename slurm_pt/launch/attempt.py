@@ -29,7 +29,7 @@ from slurm_pt.launch.after_attempt import (
 from slurm_pt.launch.preemption import StopCause, stop_cause
 from slurm_pt.owner import release_ownership, take_ownership, this_process
 from slurm_pt.plan import Plan
-from slurm_pt.run_dir import AttemptDir, RunDir, open_run, read_json, write_json
+from slurm_pt.run_dir import AttemptDir, RunDir, find_json, open_run, read_json, write_json
 from slurm_pt.submit.environment import slurm_job_key
 from slurm_pt.submit.slurm import SlurmClient
 
@@ -111,7 +111,7 @@ def _history(run: RunDir, *, before: int) -> list[PastAttempt]:
     for attempt in run.list_attempts():
         if attempt.number >= before:
             break
-        end = read_json(attempt.end)
+        end = find_json(attempt.end)
         if end is None:  # killed before it could write: Slurm ended the whole job
             continue
         past.append(PastAttempt(Outcome(end["outcome"]), end["first_step"], end["last_step"]))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TextIO
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import AttemptDir, RunDir, read_json
+from slurm_pt.run_dir import AttemptDir, RunDir, find_json
 
 FOLLOW_S = 0.5
 
@@ -70,18 +70,18 @@ def _print_srun(attempt: AttemptDir, out: TextIO) -> None:
     """What srun said and what was decided: the place of the true cause if no rank could start."""
     if attempt.srun_log.exists() and (text := attempt.srun_log.read_text(errors="replace")).strip():
         out.write(f"--- srun ---\n{text}")
-    end = read_json(attempt.end)
+    end = find_json(attempt.end)
     if end is not None:
         out.write(f"--- attempt {attempt.number} {end['outcome']}: {end['reason']} ---\n")
 
 
 def _is_over(run: RunDir, attempt: AttemptDir) -> bool:
-    end = read_json(attempt.end)
+    end = find_json(attempt.end)
     return run.done.exists() or (end is not None and end["action"] == "stop")
 
 
 def _nothing_yet(run: RunDir) -> str:
-    job = read_json(run.job)
+    job = find_json(run.job)
     if job is None:
         return f"{run.path} was never started. Submit it with `slurm-pt submit --run {run.path}`"
     what = f"job {job['job_key']}" if job.get("job_key") else "its launcher"

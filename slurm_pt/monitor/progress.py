@@ -30,22 +30,25 @@ class Heartbeat:
     figures: dict[str, Any] = field(default_factory=dict)
     _written: float = 0.0
 
-    def beat(self, *, force: bool = False) -> None:
-        """Writes the file if it is due. A full disk must not end the training: errors are dropped."""
+    def beat(self, *, force: bool = False) -> bool:
+        """Writes the file if it is due, and tells whether it was.
+
+        A full disk must not end the training: errors are dropped.
+        """
         now = time.time()
         if not force and now - self._written < self.interval_s:
-            return
+            return False
         self._written = now
         record = {**self.fixed, "phase": self.phase, "step": self.step, **self.figures}
         temporary = self.path.with_suffix(".tmp")
         with contextlib.suppress(OSError):
             temporary.write_text(json.dumps({**record, "time": round(now, 3)}), encoding="utf-8")
             temporary.replace(self.path)
+        return True
 
     def enter(self, phase: str) -> None:
-        """Notes the phase; start, save and stop are written at once."""
+        """Notes the phase, for the next time the file is due."""
         self.phase = phase
-        self.beat()
 
 
 def make_heartbeat(

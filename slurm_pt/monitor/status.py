@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.run_state import RunPhase, RunState, run_state
 from slurm_pt.submit.slurm import JobView
 
@@ -51,7 +51,7 @@ def read_status(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunStatus:
     """The row of a run; `jobs` is Slurm's answer (None: it gave none, the figures stay)."""
     state = run_state(run, jobs)
     try:
-        beat: dict[str, Any] = read_json(run.heartbeats / "rank_00000.json") or {}
+        beat: dict[str, Any] = find_json(run.heartbeats / "rank_00000.json") or {}
     except RunFolderError:
         beat = {}
     attempts = run.list_attempts()

@@ -28,17 +28,13 @@ def render_table(rows: Sequence[RunStatus], *, note: str = "") -> Table:
     summary = ", ".join(f"{number} {name}" for name, number in counts.items())
     table = Table(box=None, pad_edge=False, caption=note or None, caption_justify="left")
     table.title, table.title_justify = summary, "left"
-    for name, justify in (
-        ("RUN", "left"),
-        ("JOB", "left"),
-        ("STATE", "left"),
-        ("STEP", "right"),
-        ("LOSS", "right"),
-        ("TOK/S", "right"),
-        ("TRY", "right"),
-        ("WHY", "left"),
-    ):
-        table.add_column(name, justify=justify, no_wrap=name != "WHY", overflow="ellipsis")
+    for name in ("RUN", "JOB", "STATE", "STEP", "LOSS", "TOK/S", "TRY", "WHY"):
+        table.add_column(
+            name,
+            justify="right" if name in {"STEP", "LOSS", "TOK/S", "TRY"} else "left",
+            no_wrap=name != "WHY",
+            overflow="ellipsis",
+        )
     for row in rows:
         table.add_row(*_cells(row))
     return table

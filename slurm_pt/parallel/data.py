@@ -6,13 +6,16 @@ order of every sum is fixed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 BUCKET_BYTES = 64 * 2**20
 """Large enough to be bound by bandwidth, not latency, on gloo and NCCL alike; and small enough

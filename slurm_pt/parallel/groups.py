@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurm_pt.plan.layout import ParallelLayout, Place
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from slurm_pt.plan.layout import ParallelLayout, Place
 
 
 @dataclass(frozen=True)
@@ -58,13 +62,16 @@ def create_groups(
     Every rank makes every group, in the same order, also those it is not in: new_group
     requires it. Axes of degree 1 share one group of this rank alone, which no peer has to know.
     """
-    if dist.get_world_size() != layout.world_size:
-        raise ValueError(f"{layout} needs {layout.world_size} ranks, not {dist.get_world_size()}")
+    world = dist.group.WORLD
+    if world is None:
+        raise ValueError("torch.distributed is not initialised")
+    if world.size() != layout.world_size:
+        raise ValueError(f"{layout} needs {layout.world_size} ranks, not {world.size()}")
     timeout = timedelta(seconds=timeout_s)
     alone = dist.new_group([rank], timeout=timeout, use_local_synchronization=True)
     everyone = range(layout.world_size)
 
-    def mine(groups_of_ranks: list[tuple[int, ...]]) -> dist.ProcessGroup | None:
+    def mine(groups_of_ranks: Iterable[tuple[int, ...]]) -> dist.ProcessGroup | None:
         found = None
         for ranks in dict.fromkeys(groups_of_ranks):  # each once, in the order of its first rank
             group = dist.new_group(list(ranks), timeout=timeout)
@@ -82,7 +89,7 @@ def create_groups(
         rank=rank,
         place=layout.place(rank),
         device=device,
-        world=dist.group.WORLD,
+        world=world,
         tp=tp or alone,
         pp=pp or alone,
         dp=dp or alone,
@@ -95,8 +102,11 @@ def create_groups(
 
 
 def _connect(groups: ProcessGroups) -> None:
-    """Make NCCL connect now: a group's first batch of sends and receives must not be its first
-    operation unless all its ranks take part (torch.distributed.batch_isend_irecv)."""
+    """Make NCCL connect now.
+
+    A batch of sends and receives must not be a group's first operation unless all its ranks take
+    part in it (documentation of torch.distributed.batch_isend_irecv).
+    """
     for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.embedding):
         if group is not None:
             all_reduce(torch.zeros(1, device=groups.device), group)
@@ -118,7 +128,8 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | No
     """
     if group.size() == 1:
         return None
-    return dist.all_reduce(tensor, group=group, async_op=True)
+    work: dist.Work = dist.all_reduce(tensor, group=group, async_op=True)
+    return work
 
 
 def agree(groups: ProcessGroups, flag: bool) -> bool:

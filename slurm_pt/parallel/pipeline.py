@@ -7,17 +7,20 @@ a stage only ever waits for what it receives; messages between two stages keep t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from slurm_pt.parallel.groups import ProcessGroups
 from slurm_pt.plan.schedule import Action, Pass, one_f_one_b
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from slurm_pt.parallel.groups import ProcessGroups
 
 MicroBatchT = TypeVar("MicroBatchT")
 
@@ -114,8 +117,7 @@ class _Links:
         source = None if following is None else self._neighbour(following, incoming=True)
         operations: list[dist.P2POp] = []
         group = self.groups.pp
-        if destination is not None:
-            assert outgoing is not None
+        if destination is not None and outgoing is not None:
             outgoing = outgoing.contiguous()
             operations.append(dist.P2POp(dist.isend, outgoing, destination, group))
         received = None

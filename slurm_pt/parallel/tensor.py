@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from slurm_pt.parallel.groups import all_reduce, start_all_reduce
 
@@ -26,7 +26,7 @@ def shard_size(size: int, group: dist.ProcessGroup) -> int:
 
 
 class ColumnParallelLinear(nn.Module):
-    """x @ weight.T + bias with the output features split: input whole, output local."""
+    """The product x @ weight.T + bias with the output features split: input whole, output local."""
 
     shard_dims: ClassVar[dict[str, int | None]] = {"weight": 0, "bias": 0}
 
@@ -51,7 +51,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """x @ weight.T + bias with the input features split: input local, output whole.
+    """The product x @ weight.T + bias with the input features split: input local, output whole.
 
     The bias is added after the sum, so it is whole on each rank, and its gradient too.
     """
@@ -76,8 +76,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [..., in / tp] -> [..., out]
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
         if self.group.size() == 1:
-            return F.linear(x, weight, bias)
-        return reduce_forward(F.linear(x, weight), group=self.group) + bias
+            return functional.linear(x, weight, bias)
+        return reduce_forward(functional.linear(x, weight), group=self.group) + bias
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -101,24 +101,26 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:  # [batch, seq] -> [batch, seq, features]
         if self.group.size() == 1:
-            return F.embedding(ids, self.weight)
+            return functional.embedding(ids, self.weight)
         local_ids, elsewhere = _local_ids(ids, self.weight.shape[0], self.group)
-        rows = F.embedding(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        rows = functional.embedding(local_ids, self.weight).masked_fill(
+            elsewhere.unsqueeze(-1), 0.0
+        )
         return reduce_forward(rows, group=self.group)
 
 
 def column_parallel_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, group: dist.ProcessGroup
 ) -> Tensor:
-    """x @ weight.T + bias for this rank's output features; the input gradient is whole.
+    """The product x @ weight.T + bias for this rank's output features; the input gradient is whole.
 
     Weights are cast to the format of x, so float32 weights can serve bfloat16 activations.
     """
     weight = weight.to(x.dtype)
     bias = None if bias is None else bias.to(x.dtype)
     if group.size() == 1:
-        return F.linear(x, weight, bias)
-    output: Tensor = _ColumnLinear.apply(x, weight, bias, group)
+        return functional.linear(x, weight, bias)
+    output: Tensor = _ColumnLinear.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -126,7 +128,7 @@ def reduce_forward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     """The sum of x over the group. May overwrite x. The gradient passes unchanged."""
     if group.size() == 1:
         return x
-    output: Tensor = _ReduceForward.apply(x, group)
+    output: Tensor = _ReduceForward.apply(x, group)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -142,9 +144,11 @@ def vocab_parallel_cross_entropy(
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
     if group.size() == 1:
-        flat = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+        flat = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
         return flat.view_as(targets)
-    losses: Tensor = _VocabCrossEntropy.apply(logits, targets, group)
+    losses: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, targets, group
+    )
     return losses
 
 
@@ -157,7 +161,7 @@ class _ColumnLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.has_bias, ctx.group = bias is not None, group
-        return F.linear(x, weight, bias)
+        return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -182,7 +186,7 @@ class _ReduceForward(torch.autograd.Function):
         return all_reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
+    def backward(_ctx: Any, *grads: Any) -> Any:
         return grads[0], None
 
 
@@ -198,7 +202,8 @@ class _VocabCrossEntropy(torch.autograd.Function):
         total, target_logit = all_reduce(sums, group)
         softmax = exponentials.div_(total.unsqueeze(-1))
         ctx.save_for_backward(softmax, local_ids, elsewhere)
-        return total.log() - target_logit
+        losses: Tensor = total.log() - target_logit
+        return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

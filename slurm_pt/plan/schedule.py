@@ -6,9 +6,12 @@ A schedule is a table: for each stage the forward and backward passes it carries
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Pass(Enum):
@@ -52,8 +55,8 @@ def one_f_one_b(*, stage: int, stages: int, num_microbatches: int) -> tuple[Acti
     for microbatch in range(num_microbatches - warm_up):
         actions.append(Action(Pass.forward, warm_up + microbatch))
         actions.append(Action(Pass.backward, microbatch))
-    for microbatch in range(num_microbatches - warm_up, num_microbatches):
-        actions.append(Action(Pass.backward, microbatch))
+    cool_down = range(num_microbatches - warm_up, num_microbatches)
+    actions.extend(Action(Pass.backward, microbatch) for microbatch in cool_down)
     return tuple(actions)
 
 

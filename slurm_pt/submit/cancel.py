@@ -6,7 +6,7 @@ import os
 import signal
 
 from slurm_pt.owner import pid_start_time
-from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.slurm import SlurmClient
 
 
@@ -14,7 +14,7 @@ def cancel_run(run: RunDir, client: SlurmClient) -> str:
     """Cancels a run's job or local processes; what was done, in words."""
     if run.done.exists():
         return "finished already"
-    job = read_json(run.job)
+    job = find_json(run.job)
     if job is None:
         return "was never submitted"
     run.record_event("cancel_requested")

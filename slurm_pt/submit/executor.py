@@ -14,7 +14,7 @@ from submitit.core.utils import DelayedSubmission, FailedJobError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.environment import clean_environment
 from slurm_pt.submit.script import JobSpec, render_script
 from slurm_pt.submit.slurm import SlurmClient
@@ -42,11 +42,11 @@ class _RunResult:
 
     def _outcome(self, _: bool) -> dict[str, Any] | None:
         run = RunDir(self.run_path)
-        done: dict[str, Any] | None = read_json(run.done)
+        done: dict[str, Any] | None = find_json(run.done)
         if done is not None:
             return done
         attempts = run.list_attempts()
-        end: dict[str, Any] | None = read_json(attempts[-1].end) if attempts else None
+        end: dict[str, Any] | None = find_json(attempts[-1].end) if attempts else None
         return end if end is not None and end["action"] == "stop" else None
 
 

@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any
 
 from slurm_pt.owner import HEARTBEAT_GRACE_S, heartbeat_age_s, pid_start_time
-from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.slurm import JobView
 from slurm_pt.submit.states import JobPhase
 
@@ -59,7 +59,7 @@ _FROM_JOB = {
 
 def run_state(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunState:
     """The state of a run; `jobs` is what Slurm answered (None: it did not answer)."""
-    job: dict[str, Any] | None = read_json(run.job)
+    job: dict[str, Any] | None = find_json(run.job)
     key = job.get("job_key") if job else None
     view = jobs.get(key) if jobs is not None and key else None
     if view is not None and view.phase in _FROM_JOB:
@@ -120,7 +120,7 @@ def _state_of_ended(
 def last_decision(run: RunDir) -> dict[str, Any] | None:
     """What was decided after the newest attempt; None while it lasts."""
     attempts = run.list_attempts()
-    return read_json(attempts[-1].end) if attempts else None
+    return find_json(attempts[-1].end) if attempts else None
 
 
 def _state_from_records(

@@ -14,15 +14,19 @@ import shutil
 import socket
 import sysconfig
 import uuid
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from slurm_pt.errors import DataError
 from slurm_pt.train.data import DTYPES, INFO, TOKENS, TokenInfo, read_token_info
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from numpy.typing import NDArray
 
 PIECE_BYTES = 8 * 2**20
 """How much of a file is in memory at once."""
@@ -50,10 +54,8 @@ def prepare(paths: Iterable[Path], out: Path, tokenizer: Path | None = None) -> 
     """A token folder at `out` with the text of files, and of all files below folders.
 
     Folders are walked in sorted order, without hidden names and links to folders. Each
-    non-empty file is one document, ended by a 0 byte, or by the tokenizer's end-of-text token.
-
-    Args:
-        tokenizer: A Hugging Face `tokenizers` JSON file; None: one token a byte.
+    non-empty file is one document, ended by a 0 byte, or by the end-of-text token of
+    `tokenizer`, a Hugging Face `tokenizers` JSON file (None: one token a byte).
     """
     files = [file for path in paths for file in _walk(path, skip=out)]
     encoder = _ByteEncoder() if tokenizer is None else _FileEncoder(tokenizer)
@@ -85,7 +87,7 @@ class _ByteEncoder:
     vocab_size = 256
     end = 0
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str) -> NDArray[Any]:
         return np.frombuffer(text.encode(), dtype=np.uint8)
 
 
@@ -112,7 +114,7 @@ class _FileEncoder:
         self.end = ends[0]
         self.vocab_size = max(ids.values()) + 1
 
-    def encode(self, text: str) -> Any:
+    def encode(self, text: str) -> NDArray[Any]:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int64)
 
 
@@ -156,27 +158,17 @@ def _write(
     bounds = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
     dtype = next(name for name, bound in bounds.items() if encoder.vocab_size <= bound)
     documents = skipped = 0
-    digest = hashlib.sha256()
-    with (work / TOKENS).open("wb") as sink:
-        for file in files:
-            start, before = sink.tell(), digest.copy()
-
-            def write(ids: Any) -> None:
-                data = ids.astype(DTYPES[dtype]).tobytes()
-                digest.update(data)
-                sink.write(data)
-
+    with (work / TOKENS).open("wb") as file:
+        sink = _Sink(file, DTYPES[dtype])
+        for source in files:
+            mark = sink.mark()
             try:
-                empty = _write_document(file, encoder, write)
-            except UnicodeError:
-                sink.seek(start)
-                sink.truncate()
-                digest = before
+                documents += _write_document(source, encoder, sink)
+            except UnicodeError:  # may come late in a large file
+                sink.return_to(mark)
                 skipped += 1
-                continue
-            documents += not empty
-        num_tokens = sink.tell() // np.dtype(DTYPES[dtype]).itemsize
-        _sync(sink)
+        num_tokens = file.tell() // np.dtype(DTYPES[dtype]).itemsize
+        _sync(file)
     if num_tokens == 0:
         raise DataError(
             f"no text found: of {len(files)} files, {skipped} are not UTF-8 text and the others "
@@ -188,29 +180,49 @@ def _write(
         vocab_size=encoder.vocab_size,
         tokenizer=encoder.name,
         documents=documents,
-        sha256=digest.hexdigest(),
+        sha256=sink.digest.hexdigest(),
     )
-    with (work / INFO).open("wb") as sink:
-        sink.write(json.dumps(dataclasses.asdict(info), indent=2).encode() + b"\n")
-        _sync(sink)
+    with (work / INFO).open("wb") as file:
+        file.write(json.dumps(dataclasses.asdict(info), indent=2).encode() + b"\n")
+        _sync(file)
     _sync_folder(work)
     return info, skipped
 
 
-def _write_document(
-    file: Path, encoder: _ByteEncoder | _FileEncoder, write: Callable[[Any], None]
-) -> bool:
-    """Passes a file's ids on, piece by piece, then the separator; True if it was empty.
+class _Sink:
+    """A file of ids and its checksum, which can both go back to where they were."""
+
+    def __init__(self, file: BinaryIO, dtype: str):
+        self.file = file
+        self.dtype = dtype
+        self.digest = hashlib.sha256()
+
+    def write(self, ids: NDArray[Any]) -> None:
+        data = ids.astype(self.dtype).tobytes()
+        self.digest.update(data)
+        self.file.write(data)
+
+    def mark(self) -> tuple[int, Any]:
+        return self.file.tell(), self.digest.copy()
+
+    def return_to(self, mark: tuple[int, Any]) -> None:
+        position, self.digest = mark
+        self.file.seek(position)
+        self.file.truncate()
+
+
+def _write_document(path: Path, encoder: _ByteEncoder | _FileEncoder, sink: _Sink) -> bool:
+    """Writes a file's ids, piece by piece, then the separator; False if it is empty.
 
     Raises UnicodeError where the file turns out not to be text.
     """
-    empty = True
-    for text in _pieces(file):
-        empty = False
-        write(encoder.encode(text))
-    if not empty:
-        write(np.array([encoder.end]))
-    return empty
+    found = False
+    for text in _pieces(path):
+        found = True
+        sink.write(encoder.encode(text))
+    if found:
+        sink.write(np.array([encoder.end]))
+    return found
 
 
 def _pieces(file: Path) -> Iterator[str]:
@@ -234,7 +246,7 @@ def _pieces(file: Path) -> Iterator[str]:
 def _publish(work: Path, out: Path, info: TokenInfo, *, accept_other: bool) -> bool:
     """Rename `work` to `out`; False if another preparer's equal folder is there already."""
     try:
-        os.rename(work, out)
+        work.rename(out)
     except OSError as error:
         if not out.exists():
             raise DataError(f"{out} cannot be written: {error}.") from error

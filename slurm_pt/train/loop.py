@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from slurm_pt.config.schema import TrainConfig
 from slurm_pt.errors import ConfigError, Problem
 from slurm_pt.parallel.data import (
     GradientBuckets,
@@ -26,9 +25,14 @@ from slurm_pt.parallel.data import (
 )
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_pipeline
-from slurm_pt.train.data import TokenDataset
 from slurm_pt.train.model import GPTStage, MicroBatch
 from slurm_pt.train.optimizer import NamedAdamW, learning_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from slurm_pt.config.schema import TrainConfig
+    from slurm_pt.train.data import TokenDataset
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ class _Trainer:
         self.optimizer.step(lr)
 
     def _micro_batch(self, step: int, indices: range) -> MicroBatch:
-        tokens = None
+        tokens = torch.empty(0, dtype=torch.int64)
         if self.groups.first_stage or self.groups.last_stage:
             tokens = torch.from_numpy(self.dataset.batch(step, indices)).to(self.groups.device)
         samples = tuple(step * self.config.global_batch_size + index for index in indices)

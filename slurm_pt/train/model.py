@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 from slurm_pt.config.schema import DType, ModelConfig
-from slurm_pt.parallel.groups import ProcessGroups
 from slurm_pt.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -27,7 +27,10 @@ from slurm_pt.parallel.tensor import (
     vocab_parallel_cross_entropy,
 )
 
-TOKEN_EMBEDDING = "embedding.tokens.weight"
+if TYPE_CHECKING:
+    from slurm_pt.parallel.groups import ProcessGroups
+
+TOKEN_EMBEDDING = "embedding.tokens.weight"  # noqa: S105 (a name, not a secret)
 HEAD = "head.weight"
 
 
@@ -35,8 +38,8 @@ HEAD = "head.weight"
 class MicroBatch:
     """The samples of one forward pass on one rank."""
 
-    tokens: Tensor | None
-    """int64 [batch, seq + 1]: inputs and, shifted by one, targets. None on stages that need none."""
+    tokens: Tensor
+    """int64 [batch, seq + 1]: inputs and, shifted by one, targets. Empty on stages between."""
     samples: tuple[int, ...]
     """The samples' indices, counted from the start of the run: step * global batch + i."""
     step: int
@@ -84,7 +87,7 @@ class GPTStage(nn.Module):
         self.groups = groups
         self.seed = seed
         self.dtype = compute_dtype(dtype)
-        kind = {"device": groups.device, "dtype": parameter_dtype(dtype)}
+        kind: dict[str, Any] = {"device": groups.device, "dtype": parameter_dtype(dtype)}
         self.embedding = Embedding(config, groups, seed=seed, **kind) if first else None
         # Keyed by the index in the whole model: names are the same in every layout.
         self.layers = nn.ModuleDict(
@@ -104,7 +107,8 @@ class GPTStage(nn.Module):
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
         if self.embedding is not None:
             hidden = self.embedding(micro_batch).to(self.dtype)
-        assert hidden is not None
+        if hidden is None:
+            raise ValueError("a stage without embeddings needs the output of the one before")
         for layer in self.layers.values():
             hidden = layer(hidden, micro_batch)  # [batch, seq, hidden]
         if self.final_norm is None:
@@ -113,20 +117,19 @@ class GPTStage(nn.Module):
 
     def losses(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
         """The loss of each token, [batch, seq], from the last layer's output."""
-        assert micro_batch.tokens is not None
         targets = micro_batch.tokens[:, 1:]
         return vocab_parallel_cross_entropy(self.logits(hidden), targets, group=self.groups.tp)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's part of the logits, [batch, seq, vocab / tp]."""
-        assert self.final_norm is not None
-        output = self.final_norm(hidden)
-        if self.head is not None:
-            logits: Tensor = self.head(output)
-            return logits
-        assert self.embedding is not None
-        weight = self.embedding.tokens.weight
-        return column_parallel_linear(output, weight, None, group=self.groups.tp)
+        if self.final_norm is None:
+            raise ValueError("only the last stage makes logits")
+        head = self.embedding.tokens if self.head is None and self.embedding else self.head
+        if head is None:
+            raise ValueError("the last stage has lost its head")
+        return column_parallel_linear(
+            self.final_norm(hidden), head.weight, None, group=self.groups.tp
+        )
 
     def shard_dims(self) -> dict[str, int | None]:
         """The dimension along which each parameter is split over tp; None: whole on each rank."""
@@ -175,7 +178,9 @@ class GPTStage(nn.Module):
                 parameter.zero_()
                 continue
             dim = dims[name]
-            shape = [size * tp if axis == dim else size for axis, size in enumerate(parameter.shape)]
+            shape = [
+                size * tp if axis == dim else size for axis, size in enumerate(parameter.shape)
+            ]
             generator = torch.Generator().manual_seed(seed_of(self.seed, stored[name]))
             full = torch.empty(shape, dtype=torch.float32)
             residual = name.endswith(("attention.output.weight", "ffn.down.weight"))
@@ -206,10 +211,10 @@ class Embedding(nn.Module):
         )
 
     def forward(self, micro_batch: MicroBatch) -> Tensor:
-        assert micro_batch.tokens is not None
         inputs = micro_batch.tokens[:, :-1]  # [batch, seq]
         hidden = self.tokens(inputs) + self.positions.weight[: inputs.shape[1]]
-        return self.dropout(hidden, micro_batch)  # [batch, seq, hidden]
+        dropped: Tensor = self.dropout(hidden, micro_batch)  # [batch, seq, hidden]
+        return dropped
 
 
 class Layer(nn.Module):
@@ -226,7 +231,7 @@ class Layer(nn.Module):
         dtype: torch.dtype,
     ):
         super().__init__()
-        kind = {"device": device, "dtype": dtype}
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention_norm = LayerNorm(config.hidden_size, **kind)
         self.attention = Attention(config, groups, **kind)
         self.attention_dropout = SampleDropout(
@@ -240,7 +245,8 @@ class Layer(nn.Module):
         attended = self.attention(self.attention_norm(hidden))
         hidden = hidden + self.attention_dropout(attended, micro_batch)
         fed = self.ffn(self.ffn_norm(hidden))
-        return hidden + self.ffn_dropout(fed, micro_batch)
+        output: Tensor = hidden + self.ffn_dropout(fed, micro_batch)
+        return output
 
 
 class Attention(nn.Module):
@@ -251,7 +257,12 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, groups: ProcessGroups, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        groups: ProcessGroups,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
         super().__init__()
         hidden = config.hidden_size
@@ -261,14 +272,12 @@ class Attention(nn.Module):
         self.qkv = ColumnParallelLinear(
             hidden, 3 * hidden, group=groups.tp, device=device, dtype=dtype
         )
-        self.output = RowParallelLinear(
-            hidden, hidden, group=groups.tp, device=device, dtype=dtype
-        )
+        self.output = RowParallelLinear(hidden, hidden, group=groups.tp, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         fused = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
         query, key, value = fused.transpose(1, 2).unbind(3)  # [batch, heads / tp, seq, head]
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
         return output
 
@@ -277,7 +286,12 @@ class FeedForward(nn.Module):
     """down(gelu(up(x)))."""
 
     def __init__(
-        self, config: ModelConfig, groups: ProcessGroups, *, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        groups: ProcessGroups,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ):
         super().__init__()
         hidden, wide = config.hidden_size, config.ffn_size
@@ -285,7 +299,7 @@ class FeedForward(nn.Module):
         self.down = RowParallelLinear(wide, hidden, group=groups.tp, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = F.gelu(self.up(x), approximate="tanh")  # [batch, seq, ffn / tp]
+        wide = functional.gelu(self.up(x), approximate="tanh")  # [batch, seq, ffn / tp]
         output: Tensor = self.down(wide)
         return output
 
@@ -298,7 +312,7 @@ class LayerNorm(nn.LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+        return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
 
 
 class SampleDropout(nn.Module):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from slurm_pt.config.schema import TrainConfig
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from slurm_pt.config.schema import TrainConfig
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # DTensor imports it, for seconds: here, before the launcher forks the ranks
 import torch.distributed as dist
-import torch.distributed.checkpoint  # noqa: F401  # before the launcher forks: once, not per rank
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.checkpoint
+import torch.distributed.tensor
 
 from slurm_pt.checkpoint import store
 from slurm_pt.checkpoint.checkpointer import (
@@ -21,6 +22,7 @@ from slurm_pt.checkpoint.checkpointer import (
     capture_random_state,
     restore_random_state,
 )
+from slurm_pt.checkpoint.tensor_files import read_index
 from slurm_pt.errors import CheckpointError, RunFolderError
 from tests.checkpoint.toy import (
     Events,
@@ -33,6 +35,25 @@ from tests.checkpoint.toy import (
 )
 
 Degrees = tuple[int, int, int]
+
+
+def several(folder: Path, names: list[str]) -> dict[str, Any]:
+    """What each of these cases returns, in a folder of its own: one launch for all of them."""
+    return {name: globals()[name](folder / name) for name in names}
+
+
+def what_one_rank_saves(folder: Path, formats: Path) -> None:
+    """All that one rank has to do first, in one launch."""
+    save_layouts(folder, [(1, 1, 1)])
+    every_number_format(formats)
+
+
+def save_then_load(
+    folder: Path, own: list[Degrees], saved: list[Degrees], layouts: list[Degrees]
+) -> int:
+    """`save_layouts` and `load_layouts`."""
+    save_layouts(folder, own)
+    return load_layouts(folder, saved, layouts)
 
 
 def save_layouts(folder: Path, layouts: list[Degrees]) -> None:
@@ -153,7 +174,7 @@ def full_disk_on_one_rank(folder: Path) -> str:
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, unlimited[1]))
     save_step(saver, groups, 2, wait=False)
     save_step(saver, groups, 3, wait=False)  # a failed periodic save does not end training
-    with pytest.raises(CheckpointError, match="rank 2: .*File too large"):
+    with pytest.raises(CheckpointError, match=r"rank 2: .*File too large"):
         saver.wait()
     saver.wait()  # told once
     assert saver.last_committed == 1
@@ -171,7 +192,7 @@ def full_disk_on_one_rank(folder: Path) -> str:
 
 def a_rank_that_never_comes(folder: Path) -> tuple[float, str]:
     """Rank 1 does not save. Returns how long this rank waited, and what it was told."""
-    groups = groups_of(1, 1, 3)
+    groups = groups_of(1, 1, 4)
     saver = checkpointer(folder, groups, entry_timeout_s=1.0)
     began = time.monotonic()
     if groups.rank == 1:
@@ -261,9 +282,7 @@ def training_goes_on_during_saves(folder: Path) -> int:
     flag = torch.ones(1)
     for step in range(1, 6):
         tensors, shard_dims = local_tensors(groups, step)
-        saver.save(
-            step, tensors, shard_dims=shard_dims, rank_state={}, common={}, wait=False
-        )
+        saver.save(step, tensors, shard_dims=shard_dims, rank_state={}, common={}, wait=False)
         for tensor in tensors.values():
             tensor.zero_()  # the next training step writes to the weights at once
         for _ in range(20):
@@ -277,3 +296,65 @@ def training_goes_on_during_saves(folder: Path) -> int:
     assert resumed is not None
     assert_is_step(tensors, groups, 5)
     return resumed.step
+
+
+def every_number_format(folder: Path) -> None:
+    """All formats, a number without dims, a tensor without elements, and views into another."""
+    groups = groups_of(1, 1, 1)
+    fused = torch.arange(24, dtype=torch.float32).reshape(6, 4)
+    tensors = {
+        **{str(dtype): torch.arange(5).to(dtype) for dtype in FORMATS},
+        "bool": torch.tensor([True, False, True]),
+        "number": torch.tensor(3.5, dtype=torch.float64),
+        "no rows": torch.empty(0, 4),
+        "no columns": torch.empty(4, 0),
+        "view.rows": fused[2:4],
+        "view.columns": fused[:, 1:3],
+    }
+    before = {name: tensor.clone() for name, tensor in tensors.items()}
+    dims = dict.fromkeys(tensors)
+    checkpointer(folder, groups).save(
+        1, tensors, shard_dims=dims, rank_state={}, common={}, wait=True
+    )
+    for name in tensors.keys() - {"view.rows", "view.columns"}:
+        tensors[name].zero_()
+    fused.zero_()
+    assert checkpointer(folder, groups).resume(tensors, shard_dims=dims) is not None
+    for name, tensor in tensors.items():
+        same = tensor.view(torch.uint8) if tensor.dim() else tensor
+        expected = before[name].view(torch.uint8) if tensor.dim() else before[name]
+        assert torch.equal(same, expected), name
+    assert fused[2, 1] == 9  # through the view into the tensor it is of
+
+
+FORMATS = (
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+)
+
+
+def tensors_known_only_from_the_checkpoint(folder: Path) -> int | None:
+    groups = groups_of(1, 1, 2)
+    saver = checkpointer(folder, groups)
+    tensors: dict[str, Any] = {}
+
+    def allocate(path: Path) -> dict[str, Any]:
+        for name, stored in read_index(path).items():
+            tensors[name] = torch.zeros(stored.shape, dtype=stored.dtype)
+        return tensors
+
+    assert saver.resume_into(allocate) is None
+    assert tensors == {}
+    save_step(saver, groups, 4)
+    resumed = saver.resume_into(allocate)
+    assert_is_step(tensors, groups, 4)
+    return resumed.step if resumed else None

@@ -102,9 +102,7 @@ def owns_the_run() -> None:
 
 def checkpointer(folder: Path, groups: ProcessGroups, **settings: Any) -> Checkpointer:
     config = {
-        key: settings.pop(key)
-        for key in ("keep_last", "asynchronous", "verify")
-        if key in settings
+        key: settings.pop(key) for key in ("keep_last", "asynchronous", "verify") if key in settings
     }
     settings.setdefault("may_commit", owns_the_run)
     return Checkpointer(folder, groups=groups, config=CheckpointConfig(**config), **settings)

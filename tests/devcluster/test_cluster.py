@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from slurm_pt.devcluster import DevCluster, DevClusterConfig, wait_until
 from slurm_pt.devcluster.processes import read_processes
 from slurm_pt.errors import DevClusterError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 pytestmark = pytest.mark.slurm
 
@@ -27,8 +30,7 @@ def traces_of(cluster: DevCluster) -> list[int]:
     return [
         process.pid
         for process in read_processes()
-        if str(cluster.folder) in (process.folder, str(Path(process.slurm_conf).parents[1:2]))
-        or process.slurm_conf == str(cluster.slurm_conf)
+        if process.folder == str(cluster.folder) or process.slurm_conf == str(cluster.slurm_conf)
     ]
 
 
@@ -114,14 +116,14 @@ def test_two_jobs_on_a_node_see_different_gpus(devcluster, tmp_path):
         devcluster.run(["scancel", job])
 
 
-def test_nodes_resolve_each_other_by_name(devcluster):
-    ran = devcluster.run(["srun", "-N2", "sh", "-c", "hostname; getent hosts n3"], check=False)
-    if "n1\n" not in ran.stdout:
+def test_nodes_have_host_names_that_every_node_resolves(devcluster):
+    script = "hostname; getent hosts n3"
+    ran = devcluster.run(["srun", "-wn1,n2", "sh", "-c", script], check=False)
+    names = [line for line in ran.stdout.splitlines() if "127" not in line]
+    if not {"n1", "n2"} & set(names):
         pytest.skip("this machine lets nodes have no host names of their own")
-    assert re.findall(r"127\.0\.1\.3\s+n3", ran.stdout) == re.findall(
-        r"127\.0\.1\.3\s+n3", ran.stdout
-    )
-    assert {"n1", "n2"} <= set(ran.stdout.split())
+    assert sorted(names) == ["n1", "n2"]
+    assert len(re.findall(r"127\.0\.1\.3\s+n3", ran.stdout)) == 2
 
 
 def test_accounting_knows_users_accounts_and_qos(devcluster):
@@ -166,9 +168,9 @@ def test_high_preempts_low_which_is_requeued_and_runs_again(
     assert wait_until(lambda: (tmp_path / "starts").exists(), timeout_s=20)
     high = submit(cluster, tmp_path, "#!/bin/sh\nsleep 1\n", "-N2", "--exclusive", f"{flag}=high")
     begin = time.monotonic()
-    assert reaches(cluster, high, "RUNNING")
-    print(f"high runs after {time.monotonic() - begin:.1f} s")
-    assert reaches(cluster, high, "COMPLETED")
+    # The controller looks only every 30 s whether a grace has ended.
+    assert reaches(cluster, high, "COMPLETED", timeout_s=75)
+    print(f"high is done after {time.monotonic() - begin:.1f} s")
     assert reaches(cluster, low, "RUNNING", timeout_s=60)
     print(f"low runs again after {time.monotonic() - begin:.1f} s")
     assert wait_until(
@@ -245,7 +247,7 @@ def test_a_killed_controller_comes_back_with_its_jobs(start_devcluster, tmp_path
     job = submit(cluster, tmp_path, STUBBORN)
     assert reaches(cluster, job, "RUNNING")
     cluster.stop_controller()
-    assert cluster.run(["squeue"], check=False).returncode != 0
+    assert "DOWN" in cluster.run(["scontrol", "ping"], check=False).stdout
     status = cluster.status()
     assert status.daemons["slurmctld"] is None
     assert not status.is_whole
@@ -258,12 +260,11 @@ def test_a_killed_node_takes_its_job_along_and_comes_back(start_devcluster, tmp_
     job = submit(cluster, tmp_path, STUBBORN, "-wn2")
     assert reaches(cluster, job, "RUNNING")
     assert wait_until(lambda: len(job_processes(cluster)) > 0, timeout_s=20)
-    cluster.kill_node("n2")
+    cluster.kill_node("n2", noticed=True)
     assert job_processes(cluster) == []
     assert cluster.status().daemons["slurmd-n2"] is None
     assert cluster.run(["srun", "-wn1", "sh", "-c", "echo ok"]).stdout == "ok\n"
     cluster.start_node("n2")
-    # Slurm finds the batch step gone and starts the job anew.
     assert wait_until(
         lambda: (tmp_path / "starts").read_text() == "start 0\nstart 1\n", timeout_s=60
     )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
+import hashlib
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,19 +18,31 @@ from slurm_pt.train.loop import LoopEnd, StepRecord, train_loop
 from slurm_pt.train.model import GPTStage
 from slurm_pt.train.optimizer import NamedAdamW
 
-MODEL = ModelConfig(num_layers=5, hidden_size=32, num_heads=4, vocab_size=256, max_seq_len=32)
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+MODEL = ModelConfig(num_layers=5, hidden_size=16, num_heads=4, vocab_size=256, max_seq_len=16)
 TRAIN = TrainConfig(
     steps=30,
     global_batch_size=8,
-    micro_batch_size=1,
-    seq_len=24,
-    lr=1e-2,
+    micro_batch_size=2,
+    seq_len=16,
+    lr=4e-3,
     min_lr=1e-3,
     warmup_steps=4,
     grad_clip=1.0,
     dtype=DType.float64,
     seed=5,
 )
+VARIANTS = {
+    "tied": (MODEL, TRAIN),
+    "untied": (replace(MODEL, tie_embeddings=False), TRAIN),
+    "float32": (MODEL, replace(TRAIN, dtype=DType.float32)),
+    "dropout": (replace(MODEL, dropout=0.1), TRAIN),
+    # 8 samples in micro-batches of 4: two for a pipeline of four, one for a dp2 pipeline of two.
+    "few micro-batches": (MODEL, replace(TRAIN, micro_batch_size=4)),
+}
 
 
 def never() -> bool:
@@ -42,9 +54,7 @@ def ignore(_: Any) -> None:
 
 
 def groups_of(layout: ParallelLayout) -> ProcessGroups:
-    return create_groups(
-        layout, rank=dist.get_rank(), device=torch.device("cpu"), timeout_s=120.0
-    )
+    return create_groups(layout, rank=dist.get_rank(), device=torch.device("cpu"), timeout_s=120.0)
 
 
 def build(model: ModelConfig, train: TrainConfig, groups: ProcessGroups) -> GPTStage:
@@ -57,6 +67,16 @@ def build(model: ModelConfig, train: TrainConfig, groups: ProcessGroups) -> GPTS
         groups=groups,
         dtype=train.dtype,
         seed=train.seed,
+    )
+
+
+def dataset_of(folder: Path, model: ModelConfig, config: TrainConfig) -> TokenDataset:
+    return TokenDataset(
+        folder,
+        seq_len=config.seq_len,
+        global_batch_size=config.global_batch_size,
+        vocab_size=model.vocab_size,
+        seed=config.seed,
     )
 
 
@@ -75,13 +95,7 @@ def train(
     end = train_loop(
         stage=stage,
         optimizer=optimizer,
-        dataset=TokenDataset(
-            folder,
-            seq_len=config.seq_len,
-            global_batch_size=config.global_batch_size,
-            vocab_size=model.vocab_size,
-            seed=config.seed,
-        ),
+        dataset=dataset_of(folder, model, config),
         config=config,
         groups=groups,
         start_step=0,
@@ -94,21 +108,171 @@ def train(
     return stage, optimizer, records, end
 
 
+Curve = tuple[list[float], list[float]]
+"""Losses and gradient norms of a run."""
+
+
 def curves(
-    folder: Path,
-    layouts: list[tuple[int, int, int]],
-    variants: list[tuple[dict[str, Any], dict[str, Any]]],
-) -> list[list[tuple[list[float], list[float]]]]:
-    """(losses, gradient norms) of each variant of MODEL and TRAIN in each layout."""
-    results = []
-    for tp, pp, dp in layouts:
-        groups = groups_of(ParallelLayout(tp=tp, pp=pp, dp=dp))
-        row = []
-        for model, config in variants:
-            _, _, records, _ = train(
-                folder, replace(MODEL, **model), replace(TRAIN, **config), groups
-            )
-            row.append(([r.loss for r in records], [r.grad_norm for r in records]))
-        results.append(row)
+    folder: Path, wanted: dict[tuple[int, int, int], list[str]]
+) -> dict[tuple[int, int, int], dict[str, Curve]]:
+    """What each wanted variant gives in each layout (tp, pp, dp)."""
+    found: dict[tuple[int, int, int], dict[str, Curve]] = {}
+    for layout, names in wanted.items():
+        groups = groups_of(ParallelLayout(*layout))
+        found[layout] = {}
+        for name in names:
+            model, config = VARIANTS[name]
+            _, _, records, _ = train(folder, model, config, groups)
+            found[layout][name] = [r.loss for r in records], [r.grad_norm for r in records]
         groups.close()
-    return results
+    return found
+
+
+def stops(folder: Path, layout: tuple[int, int, int], runs: int) -> list[tuple[int, int, bool]]:
+    """For each run: (the step at which a flag was first raised, this rank's end).
+
+    In each run one random rank, in every third run two ranks, raise their flag when asked for
+    the n-th time.
+    """
+    groups = groups_of(ParallelLayout(*layout))
+    config = replace(TRAIN, steps=5)
+    found = []
+    for run in range(runs):
+        draw = random.Random(run)  # the same on all ranks
+        raised = {
+            draw.randrange(groups.layout.world_size): draw.randint(1, config.steps)
+            for _ in range(2 if run % 3 == 0 else 1)
+        }
+        asked = iter(range(1, config.steps + 1))
+
+        def stop_requested() -> bool:
+            return next(asked) >= raised.get(groups.rank, config.steps + 1)  # noqa: B023
+
+        *_, end = train(folder, MODEL, config, groups, stop_requested=stop_requested)
+        found.append((min(raised.values()), end.step, end.stopped))
+    groups.close()
+    return found
+
+
+def state_of(stage: GPTStage, optimizer: NamedAdamW) -> dict[str, torch.Tensor]:
+    return {**dict(stage.named_parameters()), **optimizer.state_tensors()}
+
+
+def resumes(folder: Path, layout: tuple[int, int, int]) -> dict[str, bool]:
+    """Whether a run that is repeated, and one that is saved and goes on, equal the first one.
+
+    With dropout, and with weights and moments copied into a fresh model and optimizer.
+    """
+    groups = groups_of(ParallelLayout(*layout))
+    model, config = replace(MODEL, dropout=0.1), replace(TRAIN, steps=6)
+    saved: dict[str, torch.Tensor] = {}
+    saved_at: list[int] = []
+
+    def save(step: int, stage: GPTStage, optimizer: NamedAdamW) -> None:
+        saved_at.append(step)
+        tensors = state_of(stage, optimizer)
+        saved.update({name: value.detach().clone() for name, value in tensors.items()})
+
+    whole = _run(folder, model, config, groups, save=save, save_at=3)
+    again = _run(folder, model, config, groups)
+    rest = _run(folder, model, config, groups, start_step=saved_at[0], saved=saved)
+    copies = copies_are_equal(whole.stage, groups)
+    groups.close()
+    return {
+        "saved once, after step 3": saved_at == [3],
+        "repeated": whole.curve == again.curve,
+        "resumed": whole.curve[3:] == rest.curve,
+        "weights": all(
+            torch.equal(value, state_of(rest.stage, rest.optimizer)[name])
+            for name, value in state_of(whole.stage, whole.optimizer).items()
+        ),
+        "copies": copies,
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    stage: GPTStage
+    optimizer: NamedAdamW
+    curve: list[tuple[int, float, float, float]]
+
+
+def _run(
+    folder: Path,
+    model: ModelConfig,
+    config: TrainConfig,
+    groups: ProcessGroups,
+    *,
+    save: Callable[[int, GPTStage, NamedAdamW], None] | None = None,
+    save_at: int = 0,
+    start_step: int = 0,
+    saved: dict[str, torch.Tensor] | None = None,
+) -> Run:
+    stage = build(model, config, groups)
+    optimizer = NamedAdamW(dict(stage.named_parameters()), config)
+    if saved is not None:
+        with torch.no_grad():
+            for name, value in state_of(stage, optimizer).items():
+                value.copy_(saved[name])
+        optimizer.set_step(start_step)
+    records: list[StepRecord] = []
+    asked = iter(range(1, config.steps + 1))
+
+    def save_due() -> bool:
+        return next(asked) == save_at
+
+    train_loop(
+        stage=stage,
+        optimizer=optimizer,
+        dataset=dataset_of(folder, model, config),
+        config=config,
+        groups=groups,
+        start_step=start_step,
+        stop_requested=never,
+        save_due=save_due,
+        save=ignore if save is None else lambda step: save(step, stage, optimizer),
+        record=records.append,
+        phase=ignore,
+    )
+    return Run(stage, optimizer, [(r.step, r.loss, r.grad_norm, r.lr) for r in records])
+
+
+def copies_are_equal(stage: GPTStage, groups: ProcessGroups) -> bool:
+    """Whether both copies of the tied embedding hold the same bits (True on other ranks)."""
+    tied = stage.tied_parameter()
+    if tied is None or groups.embedding is None:
+        return True
+    held = [torch.empty_like(tied) for _ in range(2)]
+    dist.all_gather(held, tied.detach(), group=groups.embedding)
+    return torch.equal(held[0], held[1])
+
+
+def full_parameters(layouts: list[tuple[int, int, int]]) -> list[dict[str, str]]:
+    """In each layout, a hash of each parameter of the whole model, by its stored name."""
+    found = []
+    for layout in layouts:
+        groups = groups_of(ParallelLayout(*layout))
+        stage = build(MODEL, TRAIN, groups)
+        dims, stored = stage.shard_dims(), stage.checkpoint_names()
+        hashes = {}
+        for name, parameter in stage.named_parameters():
+            parts = [torch.empty_like(parameter) for _ in range(groups.layout.tp)]
+            dist.all_gather(parts, parameter.detach().contiguous(), group=groups.tp)
+            dim = dims[name]
+            full = parts[0] if dim is None else torch.cat(parts, dim)
+            digest = hashlib.sha256(full.numpy().tobytes()).hexdigest()
+            assert hashes.setdefault(stored[name], digest) == digest
+        found.append(hashes)
+        groups.close()
+    return found
+
+
+def step_times(folder: Path, layouts: list[tuple[int, int, int]]) -> list[list[float]]:
+    """Seconds of each step in each layout, as measured on this rank."""
+    found = []
+    for layout in layouts:
+        groups = groups_of(ParallelLayout(*layout))
+        _, _, records, _ = train(folder, MODEL, TRAIN, groups)
+        found.append([record.step_s for record in records])
+        groups.close()
+    return found

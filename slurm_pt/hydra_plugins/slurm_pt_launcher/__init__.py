@@ -1,19 +1,25 @@
-"""Hydra's launcher `hydra/launcher=slurm_pt`: each point of a sweep becomes a run in Slurm's hands.
+"""What Hydra finds of us by itself: the launcher `hydra/launcher=slurm_pt`, and our config groups.
 
 Imports nothing heavy: Hydra loads every plugin at each start.
 """
 
-from __future__ import annotations
-
+# No `from __future__ import annotations`: Hydra executes this module before it is in sys.modules,
+# where dataclasses look for the names in annotations that are text.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+from slurm_pt.config.store import register_schemas
+
+register_schemas()
 
 
 @dataclass
@@ -30,6 +36,13 @@ class SlurmPtLauncherConfig:
 ConfigStore.instance().store(
     group="hydra/launcher", name="slurm_pt", node=SlurmPtLauncherConfig, provider="slurm_pt_launcher"
 )
+
+
+class SlurmPtConfigs(SearchPathPlugin):
+    """Puts our groups (slurm, parallel, checkpoint, ...) behind the program's own configs."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="slurm_pt", path="pkg://slurm_pt.hydra_configs")
 
 
 class SlurmPtLauncher(Launcher):
