@@ -16,9 +16,12 @@ Anything else that is raised is a fault of ours or of the user's code and keeps 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 class SlurmPtError(Exception):

@@ -7,13 +7,15 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import RunDir, find_json, write_json
+from slurm_pt.run_dir import RunDir, find_json, read_json, write_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 HEARTBEAT_GRACE_S = 180.0
 """Age at which a run's newest heartbeat no longer shows that somebody lives."""
@@ -62,40 +64,51 @@ def take_ownership(
     """Makes `owner` the run's only writer. Raises RunFolderError while another one lives.
 
     `job_is_running` answers for a Slurm job; None means that Slurm gave no answer.
+
+    Each owner has one seat behind it that only one newcomer can ever take, and only once the owner
+    is gone: to remove a dead owner's file instead would let a slow newcomer remove the next one's.
     """
     mine = run.owner.with_name(f".owner.{owner.nonce}")
     write_json(mine, asdict(owner))
+    seat = run.owner
     try:
-        while True:
-            try:
-                os.link(mine, run.owner)  # fails if somebody is there: the atomic test and set
-                return
-            except FileExistsError:
-                _remove_if_gone(run, owner, job_is_running)
+        while not _take_seat(mine, seat):
+            current = Owner(**read_json(seat))
+            if current.nonce == owner.nonce:  # NFS carried the link out and lost its answer
+                break
+            _refuse_while_alive(run, current, owner, job_is_running)
+            seat = run.owner.with_name(f".owner.after.{current.nonce}")
+        mine.replace(run.owner)
     finally:
-        mine.unlink()
+        mine.unlink(missing_ok=True)
 
 
-def _remove_if_gone(
-    run: RunDir, newcomer: Owner, job_is_running: Callable[[str], bool | None]
-) -> None:
-    current = read_owner(run)
-    if current is None:
-        return
-    reason = _sign_of_life(run, current, newcomer, job_is_running)
-    if reason is not None:
-        who = f"Slurm job {current.job_key}" if current.job_key else f"process {current.pid}"
+def _take_seat(mine: Path, seat: Path) -> bool:
+    """Whether the record is in the seat now: the atomic test and set."""
+    try:
+        os.link(mine, seat)
+    except FileExistsError:
+        return False
+    except OSError as error:
         raise RunFolderError(
-            f"{run.path} belongs to {who} on {current.host}, which {reason}; two writers would "
-            "destroy each other's checkpoints. Wait for it, or end it with "
-            f"`slurm-pt cancel {run.path}`, or change a key that alters the result to get a run "
-            "of its own"
-        )
-    # Rename, not unlink: of two newcomers only one finds the file.
-    aside = run.owner.with_name(f".owner.gone.{newcomer.nonce}")
-    with contextlib.suppress(FileNotFoundError):
-        run.owner.rename(aside)
-        aside.unlink()
+            f"{seat} cannot be linked ({error.strerror}); without hard links two jobs cannot be "
+            "kept apart. Set run_root to a folder on the cluster's shared file system"
+        ) from error
+    return True
+
+
+def _refuse_while_alive(
+    run: RunDir, current: Owner, newcomer: Owner, job_is_running: Callable[[str], bool | None]
+) -> None:
+    reason = _sign_of_life(run, current, newcomer, job_is_running)
+    if reason is None:
+        return
+    who = f"Slurm job {current.job_key}" if current.job_key else f"process {current.pid}"
+    raise RunFolderError(
+        f"{run.path} belongs to {who} on {current.host}, which {reason}; two writers would destroy "
+        f"each other's checkpoints. Wait for it, or end it with `slurm-pt cancel {run.path}`, or "
+        "change a key that alters the result to get a run of its own"
+    )
 
 
 def _sign_of_life(
@@ -114,7 +127,7 @@ def _sign_of_life(
             running = job_is_running(current.job_key)
             if running is not None:
                 return "is running" if running else None
-    elif current.boot_id == newcomer.boot_id:
+    elif (current.boot_id, current.host) == (newcomer.boot_id, newcomer.host):
         alive = pid_start_time(current.pid) == current.pid_start
         return "is running" if alive else None
     age_s = heartbeat_age_s(run)
@@ -149,6 +162,7 @@ def heartbeat_age_s(run: RunDir) -> float | None:
 
 
 def boot_id() -> str:
+    """What tells this start of this machine from every other."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

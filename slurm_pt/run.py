@@ -26,7 +26,13 @@ from slurm_pt.launch.after_attempt import (
 from slurm_pt.launch.attempt import conclude
 from slurm_pt.launch.environment import RankInfo
 from slurm_pt.launch.preemption import StopCause, StopRequest, stop_cause
-from slurm_pt.monitor.progress import Heartbeat, JobComment, render_comment
+from slurm_pt.monitor.progress import (
+    Heartbeat,
+    JobComment,
+    record_metrics,
+    render_comment,
+    render_rate,
+)
 from slurm_pt.owner import check_ownership
 from slurm_pt.plan import Plan
 from slurm_pt.run_dir import AttemptDir, RunDir, read_json, write_json
@@ -78,6 +84,7 @@ class Run:
     notice: StopNotice | None = None
     _checkpointer: Checkpointer | None = None
     _last_save: float = field(default_factory=time.monotonic)
+    _last_log: float = field(default_factory=time.perf_counter)
     _results: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -252,17 +259,28 @@ class Run:
         """Adds plain values to done.json (rank 0's count)."""
         self._results |= results
 
-    def show(self, *, step: int, steps: int, loss: float, tokens_per_s: float) -> None:
-        """Progress for `slurm-pt status` and for squeue's comment (rank 0)."""
+    def log(self, step: int, *, steps: int, loss: float, **figures: float) -> None:
+        """Puts a step on record: metrics.jsonl, heartbeat, and the job's comment."""
+        now = time.perf_counter()
+        step_s, self._last_log = now - self._last_log, now
+        if self.rank == 0:
+            line = {"step": step, "loss": loss, "step_s": step_s, **figures}
+            record_metrics(self.folder, line | {"attempt": self.attempt.number})
+        self.show(step=step, steps=steps, loss=loss, speed=f"{1 / step_s:.1f} steps/s")
+
+    def show(
+        self, *, step: int, steps: int, loss: float, tokens_per_s: float | None = None, speed: str = ""
+    ) -> None:
+        """Progress for `slurm-pt status`, for the log, and for squeue's comment (rank 0)."""
         self.step = self.heartbeat.step = step
-        self.heartbeat.figures = {"steps": steps, "loss": loss, "tokens_per_s": round(tokens_per_s, 1)}
+        self.heartbeat.figures = {"steps": steps, "loss": loss, "tokens_per_s": tokens_per_s}
         written = self.heartbeat.beat()
         if self.rank == 0:
             text = render_comment(
                 step=step,
                 steps=steps,
                 loss=loss,
-                tokens_per_s=tokens_per_s,
+                speed=speed or render_rate(tokens_per_s),
                 attempt=self.attempt.number,
             )
             self.comment.update(text)

@@ -11,15 +11,17 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
 from slurm_pt.config import JobConfig, plain_config, signature
-from slurm_pt.errors import RunFolderError
+from slurm_pt.errors import ConfigError, Problem, RunFolderError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -32,6 +34,7 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        _sync_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -39,6 +42,16 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
             f"{path} cannot be written: {error.strerror}. Free some space or correct the folder's "
             "permissions, or set run_root to a folder that you can write"
         ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename in a folder durable, where the file system knows how."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_json(path: Path, record: Any, *, mode: int = 0o666) -> None:
@@ -77,8 +90,11 @@ def read_json(path: Path) -> Any:
 def append_json_line(path: Path, record: dict[str, Any]) -> None:
     """Adds one line to a log of JSON records. One write call: lines of two writers never mix."""
     line = json.dumps(record, ensure_ascii=False) + "\n"
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     try:
+        size = os.fstat(descriptor).st_size
+        if size and os.pread(descriptor, 1, size - 1) != b"\n":
+            line = "\n" + line  # a full disk cut off the last line: lose that one only
         os.write(descriptor, line.encode())
     finally:
         os.close(descriptor)
@@ -90,7 +106,7 @@ def read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
         text = path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return
-    for line in text.splitlines():
+    for line in text.split("\n"):  # splitlines would also split at what JSON leaves as it is
         with contextlib.suppress(ValueError):
             record = json.loads(line)
             if isinstance(record, dict):
@@ -244,6 +260,9 @@ class RunDir:
 def run_dir_of(config: JobConfig, cfg: Any) -> RunDir:
     """The folder of a configuration: `<run_root>/<name>-<signature>`. Nothing is created."""
     root = Path(config.run_root).expanduser().absolute()
+    if "\\" in str(root) or not str(root).isprintable():
+        rule = "Slurm cannot write logs into a folder with a backslash or a line feed in its name"
+        raise ConfigError([Problem("run_root", repr(str(root)), rule, "set another run_root")])
     return RunDir(root / f"{config.name}-{signature(cfg)}")
 
 

@@ -337,7 +337,7 @@ class _Trainer:
             step=record.step,
             steps=self.config.train.steps,
             loss=record.loss,
-            tokens_per_s=record.tokens / record.step_s,
+            tokens_per_s=round(record.tokens / record.step_s, 1),
         )
 
     def save(self, run: Run, step: int) -> None:

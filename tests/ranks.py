@@ -31,7 +31,7 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(
-    world_size: int, function: str, *arguments: Any, deadline_s: float = 240.0
+    world_size: int, function: str, *arguments: Any, deadline_s: float = 600.0
 ) -> list[Any]:
     """What `function(*arguments)` returned on each rank, rank 0 first.
 

@@ -108,7 +108,7 @@ class Checkpointer:
         entry_timeout_s: float = 300.0,
     ):
         self._folder, self._groups, self._config = folder, groups, config
-        self._may_commit, self._report = may_commit, report or _log_event
+        self._may_commit, self._listener = may_commit, report or _log_event
         self._entry_timeout_s = entry_timeout_s
         self._peers = Peers(groups.background, groups.rank)
         self._buffers = state.HostBuffers()
@@ -182,7 +182,10 @@ class Checkpointer:
             raise failed
 
     def close(self) -> None:
-        """Let the save under way end, well or not (a failure was reported already)."""
+        """Let the save under way end, well or not (a failure was reported already).
+
+        Raises nothing, and `save` may be called again.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -420,6 +423,12 @@ class Checkpointer:
             )
         except CheckpointException as error:
             raise _from_dcp(error) from None
+
+    def _report(self, event: str, figures: dict[str, Any]) -> None:
+        try:
+            self._listener(event, figures)
+        except Exception:  # on a full disk the record of it fails too; that must not end the run
+            log.exception("event=report_failed about=%s", event)
 
     def _join(self) -> None:
         self.close()

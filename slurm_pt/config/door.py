@@ -1,10 +1,11 @@
-"""The one door from OmegaConf to checked values: every broken rule at once, each with its way out."""
+"""The one door from OmegaConf to checked values: every broken rule at once, each with a way out."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import types
 import typing
@@ -24,6 +25,8 @@ _J = TypeVar("_J", bound=JobConfig)
 
 SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_root", "name")
 """Keys that do not change what a run computes, and so do not name its folder."""
+LONGEST_SIGNAL_LEAD_S = 65535
+"""The largest number that sbatch takes in --signal."""
 
 
 def read_config(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
@@ -32,7 +35,7 @@ def read_config(cfg: DictConfig | Mapping[str, Any]) -> RunConfig:
 
 
 def read_job_config(cfg: DictConfig | Mapping[str, Any]) -> JobConfig:
-    """The checked job part of any configuration; sections that a user's own loop adds are let be."""
+    """The checked job part of any configuration; sections of a user's own loop are let be."""
     plain = plain_config(cfg)
     names = {declared.name for declared in dataclasses.fields(JobConfig)}
     return _read({key: value for key, value in plain.items() if key in names}, JobConfig)
@@ -41,8 +44,17 @@ def read_job_config(cfg: DictConfig | Mapping[str, Any]) -> JobConfig:
 def signature(cfg: DictConfig | Mapping[str, Any]) -> str:
     """Ten hexadecimal digits that name what a run computes; the same config, the same digits."""
     plain = {k: v for k, v in plain_config(cfg).items() if k not in SECTIONS_WITHOUT_INFLUENCE}
-    text = json.dumps(plain, sort_keys=True, default=str)
+    text = json.dumps(_text_keys(plain), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+
+def _text_keys(value: Any) -> Any:
+    """The value with every key as text: keys of different types cannot be sorted."""
+    if isinstance(value, Mapping):
+        return {str(key): _text_keys(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_text_keys(inner) for inner in value]
+    return value
 
 
 def plain_config(cfg: DictConfig | Mapping[str, Any]) -> dict[str, Any]:
@@ -77,29 +89,31 @@ def _read(cfg: DictConfig | Mapping[str, Any], cls: type[_J]) -> _J:
     return config
 
 
-def _build(
-    values: Mapping[str, Any], cls: type[_C], prefix: str, problems: list[Problem]
-) -> _C:
+def _build(values: Mapping[str, Any], cls: type[_C], prefix: str, problems: list[Problem]) -> _C:
     """An instance of a frozen dataclass; misspelt, missing and ill-typed values become problems."""
     hints = typing.get_type_hints(cls)
-    declared = {f.name: f for f in dataclasses.fields(typing.cast(Any, cls))}
-    for key in values.keys() - declared.keys():
-        problems.append(
-            Problem(
-                prefix + key,
-                values[key],
-                f"there is no such key{nearest(key, declared)}",
-                f"use one of {', '.join(declared)}",
-            )
+    declared = {f.name: f for f in dataclasses.fields(typing.cast("Any", cls))}
+    problems += [
+        Problem(
+            f"{prefix}{key}",
+            value,
+            f"there is no such key{nearest(str(key), declared)}",
+            f"use one of {', '.join(declared)}",
         )
+        for key, value in values.items()
+        if key not in declared
+    ]
     arguments: dict[str, Any] = {}
     for name, hint in hints.items():
         if name not in declared:
             continue
         key, default = prefix + name, declared[name].default
         if dataclasses.is_dataclass(hint):
-            section = values.get(name) or {}
-            arguments[name] = _build(section, typing.cast(type, hint), f"{key}.", problems)
+            section = values.get(name)
+            if not isinstance(section, Mapping | None):
+                problems.append(Problem(key, section, "a section of keys", f"set {key}.KEY=..."))
+                section = None
+            arguments[name] = _build(section or {}, typing.cast("type", hint), f"{key}.", problems)
         elif name in values:
             arguments[name] = _typed(key, values[name], hint, problems)
         elif default == MISSING:
@@ -116,7 +130,7 @@ def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
     for alternative in alternatives:
         origin = typing.get_origin(alternative) or alternative
         if isinstance(origin, type) and issubclass(origin, Enum):
-            if value in origin.__members__:
+            if isinstance(value, str) and value in origin.__members__:
                 return origin[value]
         elif origin is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
@@ -132,7 +146,10 @@ def _wrong_type(key: str, value: Any, alternatives: tuple[Any, ...]) -> Problem:
     first = alternatives[0]
     if isinstance(first, type) and issubclass(first, Enum):
         names = ", ".join(first.__members__)
-        rule, fix = "not one of the choices", f"use one of {names}{nearest(str(value), [*first.__members__])}"
+        rule, fix = (
+            "not one of the choices",
+            f"use one of {names}{nearest(str(value), [*first.__members__])}",
+        )
     else:
         name = getattr(first, "__name__", str(first))
         rule, fix = f"must be of type {name}", f"give a value of type {name}"
@@ -182,10 +199,29 @@ def _job_rules(config: JobConfig) -> typing.Iterator[Problem]:
         ("slurm.signal_lead_s", config.slurm.signal_lead_s),
         ("slurm.max_failures", config.slurm.max_failures),
     ):
-        if seconds < 0:
+        if not seconds >= 0:  # nor NaN
             yield Problem(key, seconds, "must not be negative", f"set {key}=0 or more")
+    if config.slurm.signal_lead_s > LONGEST_SIGNAL_LEAD_S:
+        rule = f"Slurm warns {LONGEST_SIGNAL_LEAD_S} s before the end at most"
+        yield Problem("slurm.signal_lead_s", config.slurm.signal_lead_s, rule, "set it to 120")
     if config.cluster.device not in {"auto", "cpu", "cuda"}:
-        yield Problem("cluster.device", config.cluster.device, "unknown device", "use auto, cpu or cuda")
+        yield Problem(
+            "cluster.device", config.cluster.device, "unknown device", "use auto, cpu or cuda"
+        )
+
+
+_NAMES = (
+    "partition",
+    "qos",
+    "account",
+    "constraint",
+    "reservation",
+    "job_name",
+    "nodelist",
+    "exclude",
+    "gres",
+    "dependency",
+)
 
 
 def _slurm_rules(config: JobConfig) -> typing.Iterator[Problem]:
@@ -211,21 +247,23 @@ def _slurm_rules(config: JobConfig) -> typing.Iterator[Problem]:
         except ValueError as error:
             fix = "set slurm.time=1-0 for a day, 2:00:00 for two hours, 90 for 90 minutes"
             yield Problem("slurm.time", repr(slurm.time), str(error), fix)
-    for key in ("partition", "qos", "account", "constraint", "reservation", "job_name"):
+    for key in _NAMES:
         value = getattr(slurm, key)
-        if value is not None and (value.strip() in {"", "None", "none"} or "\n" in value):
+        if value is not None and (value.strip() in {"", "None", "none"} or not value.isprintable()):
             yield Problem(f"slurm.{key}", repr(value), "not a name", f"leave slurm.{key} at null")
     ours = {f.name.replace("_", "-") for f in dataclasses.fields(slurm)} | {"array", "output"}
     ours |= {"error", "open-mode", "requeue", "no-requeue", "signal", "ntasks", "ntasks-per-node"}
-    for option in slurm.additional_parameters:
-        if option.replace("_", "-") in ours:
-            key = f"slurm.additional_parameters.{option}"
-            yield Problem(
-                key,
-                slurm.additional_parameters[option],
-                "this sbatch option is written from other keys",
-                f"use slurm.{option.replace('-', '_')} where it exists, or leave it to slurm_pt",
-            )
+    for option, value in slurm.additional_parameters.items():
+        name, key = str(option).replace("_", "-"), f"slurm.additional_parameters.{option}"
+        if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
+            fix = "use the long name without its dashes, such as mail-type"
+            yield Problem(key, value, "not the name of a long sbatch option", fix)
+        elif any(known.startswith(name) for known in ours):  # sbatch takes abbreviations
+            rule = "this sbatch option is written from other keys"
+            fix = f"use slurm.{name.replace('-', '_')} where it exists, or leave it to slurm_pt"
+            yield Problem(key, value, rule, fix)
+        if not str(value).isprintable():
+            yield Problem(key, repr(value), "a #SBATCH line holds one line", "remove the line feed")
 
 
 def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
@@ -249,6 +287,17 @@ def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
             yield Problem(key, number, "must be positive", f"set {key} above 0")
     if not 0 <= model.dropout < 1:
         yield Problem("model.dropout", model.dropout, "must be in [0, 1)", "set model.dropout=0.1")
+    for key, number in (("train.beta1", train.beta1), ("train.beta2", train.beta2)):
+        if not 0 <= number < 1:
+            yield Problem(key, number, "must be in [0, 1)", f"set {key}=0.9, or leave it out")
+    for key, number in (
+        ("train.min_lr", train.min_lr),
+        ("train.warmup_steps", train.warmup_steps),
+        ("train.weight_decay", train.weight_decay),
+        ("model.init_std", model.init_std),
+    ):
+        if not number >= 0:
+            yield Problem(key, number, "must not be negative", f"set {key}=0 or more")
     if train.grad_clip is not None and not train.grad_clip > 0:
         fix = "set train.grad_clip=1.0, or null for none"
         yield Problem("train.grad_clip", train.grad_clip, "must be positive", fix)
@@ -265,21 +314,18 @@ def _model_rules(config: RunConfig) -> typing.Iterator[Problem]:
             f"must be divisible by model.num_heads={model.num_heads}",
             f"set model.num_heads to a divisor such as {_divisors(model.hidden_size)}",
         )
-    for key, size in (
-        ("model.num_heads", model.num_heads),
-        ("model.hidden_size", model.hidden_size),
-        ("model.ffn_hidden_size", model.ffn_size),
-        ("model.vocab_size", model.vocab_size),
-    ):
+    split_by_tp = {
+        "model.num_heads": model.num_heads,
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_size,
+        "model.vocab_size": model.vocab_size,
+    }
+    for key, size in split_by_tp.items():
         if size % tp:
-            up, down = -(-size // tp) * tp, size // tp * tp
-            other = f" or {key}={up}" if key != "model.num_heads" or not down else f" or {key}={down}"
-            yield Problem(
-                "parallel.tp",
-                tp,
-                f"must divide {key}={size}",
-                f"set parallel.tp to one of {_divisors(model.num_heads)}{other}",
-            )
+            fix = f"set parallel.tp to one of {_divisors(math.gcd(*split_by_tp.values()))}"
+            if key in {"model.ffn_hidden_size", "model.vocab_size"}:
+                fix += f", or {key}={-(-size // tp) * tp}"
+            yield Problem("parallel.tp", tp, f"must divide {key}={size}", fix)
     if pp > model.num_layers:
         yield Problem(
             "parallel.pp",

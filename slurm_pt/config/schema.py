@@ -48,7 +48,7 @@ class ModelConfig:
 
     @property
     def ffn_size(self) -> int:
-        return self.ffn_hidden_size or 4 * self.hidden_size
+        return 4 * self.hidden_size if self.ffn_hidden_size is None else self.ffn_hidden_size
 
 
 @dataclass(frozen=True)
@@ -130,13 +130,15 @@ class SlurmConfig:
     job_name: str | None = None
     """null: the run's name."""
     signal_lead_s: int = 120
-    """Warning before the time limit, in seconds (--signal=USR2@...)."""
+    """Warning before the time limit, in seconds (--signal=USR2@...); 0: none."""
     cpu_bind: str = "none"
     """srun --cpu-bind; `none` is safe on every node."""
     array_parallelism: int | None = None
     """Trials of one sweep that run at once; null: no limit."""
     max_failures: int = 3
-    """Failed attempts in a row without a new committed step, before the run is given up."""
+    """Failed attempts in a row without a new committed step, after which the run is given up.
+
+    0: any failure ends it. An attempt that a time limit ended without a new step counts as one."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the ranks start (module load ..., source ...)."""
     additional_parameters: dict[str, Any] = field(default_factory=dict)
@@ -224,7 +226,7 @@ def schema_of(frozen: type) -> type:
         hint: Any = hints[declared.name]
         factory: Any = declared.default_factory
         if dataclasses.is_dataclass(hint):
-            hint = factory = schema_of(typing.cast(type, hint))
+            hint = factory = schema_of(typing.cast("type", hint))
         if isinstance(hint, types.UnionType):  # OmegaConf knows Optional[X], not X | None
             hint = typing.Union[typing.get_args(hint)]  # noqa: UP007
         if factory is not dataclasses.MISSING:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 
-_MEMORY = re.compile(r"(?P<number>\d+)(?P<unit>[KMGT]?)B?", re.IGNORECASE)
-_MIB_PER_UNIT = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
+_MEMORY = re.compile(r"(?P<number>[0-9]{1,11})(?:(?P<unit>[KMGT])B?)?", re.IGNORECASE)
+_KIB_PER_UNIT = {"K": 1, "M": 1024, "G": 1024**2, "T": 1024**3}
+_LONGEST_S = 2**31 - 120
+"""Slurm counts a limit's seconds in 32 bits; beyond that sbatch takes it for another number."""
 
 
 def parse_memory_mib(text: str) -> int:
@@ -19,10 +22,11 @@ def parse_memory_mib(text: str) -> int:
     match = _MEMORY.fullmatch(text)
     if match is None:
         raise ValueError(
-            "Slurm takes a whole number and one of K, M, G, T (a bare number is MB, 0 all of the node)"
+            "Slurm takes a whole number and one of K, M, G, T "
+            "(a bare number is MB, 0 all of the node)"
         )
-    mib = int(match["number"]) * _MIB_PER_UNIT[match["unit"].upper()]
-    return int(-(-mib // 1))
+    kib = int(match["number"]) * _KIB_PER_UNIT[(match["unit"] or "M").upper()]
+    return -(-kib // 1024)
 
 
 def suggest_memory(text: str) -> str:
@@ -35,10 +39,11 @@ def suggest_memory(text: str) -> str:
     if match is None:
         return "64G"
     number, unit = float(match[1]), match[2].upper()
-    if number == int(number):
-        return f"{int(number)}{unit}"
-    smaller = {"T": "G", "G": "M", "M": "K"}.get(unit)
-    return f"{round(number * 1024)}{smaller}" if smaller else str(round(number))
+    smaller = {"T": "G", "G": "M", "M": "K", "": "K"}.get(unit)
+    if number != int(number) and smaller:
+        number, unit = number * 1024, smaller
+    suggestion = f"{math.ceil(number)}{unit}"
+    return suggestion if _MEMORY.fullmatch(suggestion) else "64G"
 
 
 def parse_time_limit_s(text: str) -> int | None:
@@ -57,14 +62,14 @@ def parse_time_limit_s(text: str) -> int | None:
     days, dash, clock = text.rpartition("-")
     parts = clock.split(":")
     digits = [*parts, days] if dash else parts
-    if len(parts) > 3 or not all(re.fullmatch(r"\d+", part) for part in digits):
+    if len(parts) > 3 or not all(re.fullmatch(r"[0-9]+", part) for part in digits):
         raise ValueError(
             "Slurm takes minutes, minutes:seconds, hours:minutes:seconds, days-hours, "
             "days-hours:minutes or days-hours:minutes:seconds"
         )
     numbers = [int(part) for part in parts]
     if dash:  # days-hours[:minutes[:seconds]]
-        hours, minutes, seconds = (numbers + [0, 0])[:3]
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
     elif len(numbers) == 1:
         hours, minutes, seconds = 0, numbers[0], 0
     elif len(numbers) == 2:  # not hours:minutes, as many believe
@@ -72,7 +77,9 @@ def parse_time_limit_s(text: str) -> int | None:
     else:
         hours, minutes, seconds = numbers
     total_s = ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
-    return -(-total_s // 60) * 60
+    if total_s > _LONGEST_S:
+        raise ValueError(f"longer than Slurm can count, {_LONGEST_S // 86400} days")
+    return -(-total_s // 60) * 60 or None  # 00:00 is no limit, as 0 is
 
 
 def render_duration(seconds: int | None) -> str:

@@ -16,5 +16,5 @@ def register_schemas() -> None:
     store.store(name="run_schema", node=schema_of(RunConfig), provider="slurm_pt")
     for group, hint in typing.get_type_hints(RunConfig).items():
         if dataclasses.is_dataclass(hint):
-            node = schema_of(typing.cast(type, hint))
+            node = schema_of(typing.cast("type", hint))
             store.store(group=group, name="schema", node=node, provider="slurm_pt")

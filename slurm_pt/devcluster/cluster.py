@@ -24,6 +24,7 @@ from slurm_pt.devcluster.environment import cluster_environment
 from slurm_pt.devcluster.files import claim_folder, write_files
 from slurm_pt.devcluster.install import require_packages
 from slurm_pt.devcluster.paths import default_folder, paths_in
+from slurm_pt.devcluster.ports import is_greeted_at
 from slurm_pt.devcluster.processes import (
     Process,
     end_processes,
@@ -226,7 +227,8 @@ class DevCluster:
     def _start_accounting(self, config: DevClusterConfig, starter: str) -> None:
         create_database(self._paths)
         start_role(self._paths, "mariadbd")
-        wait_for_role(self._paths, "mariadbd", self._paths.database_socket.is_socket)
+        socket = self._paths.database_socket
+        wait_for_role(self._paths, "mariadbd", lambda: is_greeted_at(socket))
         wait_for_role(self._paths, "munged", self._paths.munge_socket.is_socket)
         start_role(self._paths, "slurmdbd")
         wait_for_port(self._paths, "slurmdbd")

@@ -12,6 +12,7 @@ from slurm_pt.devcluster.render import (
     render_gres_conf,
     render_hosts,
     render_mariadb_conf,
+    render_mariadb_init,
     render_slurm_conf,
     render_slurmdbd_conf,
 )
@@ -60,6 +61,7 @@ def write_files(paths: ClusterPaths, state: ClusterState) -> None:
         paths.gres_conf: render_gres_conf(config, paths),
         paths.cgroup_conf: render_cgroup_conf(site),
         paths.mariadb_conf: render_mariadb_conf(paths, site),
+        paths.mariadb_init: render_mariadb_init(),
         paths.hosts: render_hosts(config, _machine_hosts()),
     }
     for path, text in readable.items():

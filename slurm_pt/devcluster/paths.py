@@ -60,6 +60,10 @@ class ClusterPaths:
         return self.folder / "etc" / "mariadb.cnf"
 
     @property
+    def mariadb_init(self) -> Path:
+        return self.folder / "etc" / "mariadb-init.sql"
+
+    @property
     def hosts(self) -> Path:
         return self.folder / "etc" / "hosts"
 

@@ -1,4 +1,4 @@
-"""TCP ports: which are free, and which are listened on."""
+"""Ports and sockets: which are free, which are listened on, who greets."""
 
 from __future__ import annotations
 
@@ -49,3 +49,17 @@ def is_listening(port: int) -> bool:
             if state == _LISTEN and int(local.rpartition(":")[2], 16) == port:
                 return True
     return False
+
+
+def is_greeted_at(path: Path) -> bool:
+    """Whether a database server greets whoever connects to its Unix socket.
+
+    The socket alone says little: MariaDB 11.8 makes it seconds before it answers on a busy machine.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(1.0)
+        try:
+            connection.connect(str(path))
+            return connection.recv(1) != b""
+        except OSError:
+            return False

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from slurm_pt.devcluster.paths import ClusterPaths
 
 CLUSTER_NAME = "devcluster"
+_DATABASE = "slurm_acct_db"
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def render_slurmdbd_conf(paths: ClusterPaths, site: Site) -> str:
             "StorageType=accounting_storage/mysql",
             # localhost means the Unix socket that MYSQL_UNIX_PORT names: no TCP port at all.
             "StorageHost=localhost",
-            "StorageLoc=slurm_acct_db",
+            f"StorageLoc={_DATABASE}",
             f"StorageUser={site.user}",
             f"LogFile={paths.log('slurmdbd')}",
             f"PidFile={paths.run}/slurmdbd.pid",
@@ -245,9 +246,19 @@ def render_mariadb_conf(paths: ClusterPaths, site: Site) -> str:
             "innodb_flush_log_at_trx_commit=0",
             "innodb_doublewrite=0",
             "performance_schema=off",
+            f"init-file={paths.mariadb_init}",
             "",
         ]
     )
+
+
+def render_mariadb_init() -> str:
+    """What MariaDB runs at its start, before anybody may connect.
+
+    slurmdbd 24.11 with MariaDB 11.8 makes the database itself, and then ends with "null result
+    from query": it only works with a database that is there already.
+    """
+    return f"CREATE DATABASE IF NOT EXISTS {_DATABASE};\n"
 
 
 def render_hosts(config: DevClusterConfig, machine_hosts: str) -> str:

@@ -25,7 +25,9 @@ ENTER_NODE = (
     "--propagation=slave",
     "/bin/sh",
     "-c",
-    'hostname "$1" && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"',
+    # Not every system has `hostname`, and not every one lets us write to /proc/sys.
+    '{ hostname "$1" 2>/dev/null || echo "$1" >/proc/sys/kernel/hostname; }'
+    ' && mount --bind "$2" /etc/hosts && shift 2 && exec "$@"',
     "sh",
 )
 

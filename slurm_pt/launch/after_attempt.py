@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_pt.launch.preemption import StopCause
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 FINISHED = 0
 USER_ERROR = 2
@@ -91,58 +94,61 @@ def decide(
     """Requeue, stop, or nothing to do.
 
     `cause` is Slurm's view; `progress` the committed steps before and after this attempt;
-    `history` the attempts before it, oldest first. Preemptions and time limits are never counted
-    as failures; an attempt that was stopped for no known reason and saved nothing is.
+    `history` the attempts before it, oldest first. Preemptions are never counted as failures. A
+    time limit, or a stop for no known reason, is one if it came before a new step was committed:
+    the next attempt would end just so.
     """
     codes = {record.code for record in records}
+    first, last = progress
     if len(records) == world_size and codes == {FINISHED}:
         return Decision("none", Outcome.finished, "finished", FINISHED)
     mistakes = [record for record in records if record.code == USER_ERROR]
     if mistakes:
-        return Decision("stop", Outcome.user_error, mistakes[0].reason, USER_ERROR)
+        earliest = min(mistakes, key=lambda record: record.time)
+        return Decision("stop", Outcome.user_error, earliest.reason, USER_ERROR)
     told = next((StopCause(r.cause) for r in records if r.cause is not None), StopCause.unknown)
     cause = told if cause is StopCause.unknown else cause
-    asked_to_stop = WANTS_REQUEUE in codes and codes <= {WANTS_REQUEUE, FINISHED}
     if cause is StopCause.cancelled:
         return Decision("stop", Outcome.cancelled, "cancelled by the user", WANTS_REQUEUE)
-    if cause in {StopCause.preempted, StopCause.timed_out}:
-        outcome = Outcome(cause.value)
-        saved = f"step {progress[1]} is committed" if progress[1] else "nothing was committed yet"
-        return Decision("requeue", outcome, f"{outcome.value}; {saved}", WANTS_REQUEUE)
-    first, last = progress
-    if asked_to_stop and last > first:
-        reason = f"stopped by a signal; step {last} is committed"
+    saved = f"step {last} is committed" if last else "nothing was committed yet"
+    if cause is StopCause.preempted:
+        return Decision("requeue", Outcome.preempted, f"preempted; {saved}", WANTS_REQUEUE)
+    if cause is StopCause.timed_out and last > first:
+        return Decision("requeue", Outcome.timed_out, f"timed out; {saved}", WANTS_REQUEUE)
+    if cause is StopCause.timed_out:
+        outcome, failure = Outcome.timed_out, "timed out before a new step was committed"
+        code = WANTS_REQUEUE
+    elif WANTS_REQUEUE in codes and codes <= {WANTS_REQUEUE, FINISHED} and last > first:
+        reason = f"stopped by a signal; {saved}"
         return Decision("requeue", Outcome.stopped, reason, WANTS_REQUEUE)
-    failure = describe_failure(records, world_size, srun_code, srun_said)
-    return _after_failure(failure, srun_code, progress, history, max_failures, codes)
+    else:
+        outcome = Outcome.failed
+        failure = describe_failure(records, world_size, srun_code, srun_said)
+        code = next((c for c in sorted(codes - {FINISHED, WANTS_REQUEUE})), srun_code) or 1
+    in_a_row = failures_in_a_row(progress, history)
+    if in_a_row >= max_failures:
+        limit = f"slurm.max_failures={max_failures}"
+        tries = f"{in_a_row} attempt{'s' if in_a_row != 1 else ''}"
+        reason = f"{failure}. Given up: {tries} in a row without a new committed step ({limit})"
+        return Decision("stop", outcome, reason, code)
+    return Decision("requeue", outcome, f"{failure}. Trying again from step {last}", code)
 
 
-def _after_failure(
-    failure: str,
-    srun_code: int,
-    progress: tuple[int, int],
-    history: Sequence[PastAttempt],
-    max_failures: int,
-    codes: set[int],
-) -> Decision:
-    code = next((c for c in sorted(codes) if c not in {FINISHED, WANTS_REQUEUE}), srun_code) or 1
+def failures_in_a_row(progress: tuple[int, int], history: Sequence[PastAttempt]) -> int:
+    """How many attempts, this failed one included, have ended without a new committed step.
+
+    A preemption in between neither counts nor wipes the slate; a committed step does, even one of
+    an attempt that left no record.
+    """
     first, last = progress
+    if last > first:
+        return 0
     in_a_row = 1
-    if last <= first:
-        for past in reversed(history):
-            if past.outcome not in {Outcome.failed, Outcome.stopped}:
-                continue  # a preemption in between neither counts nor wipes the slate
-            if past.made_progress:
-                break
-            in_a_row += 1
-    if in_a_row > max_failures:
-        plural = "s" if in_a_row > 1 else ""
-        reason = (
-            f"{failure}. Given up after {in_a_row} failed attempt{plural} in a row without a new "
-            f"committed step (slurm.max_failures={max_failures})"
-        )
-        return Decision("stop", Outcome.failed, reason, code)
-    return Decision("requeue", Outcome.failed, f"{failure}. Trying again from step {last}", code)
+    for past in reversed(history):
+        if past.made_progress or past.last_step < first:
+            break
+        in_a_row += past.outcome in {Outcome.failed, Outcome.stopped, Outcome.timed_out}
+    return in_a_row
 
 
 def describe_failure(
@@ -150,22 +156,38 @@ def describe_failure(
 ) -> str:
     """The first thing that went wrong: which rank, where, and how.
 
-    A rank that left no record was killed; the others then fail because of it, so it comes first.
+    srun names the tasks in the order in which they ended. Without its word, the earliest record
+    of a failure is the first; ranks without a record were killed, by then or because of it.
     """
-    silent = sorted(set(range(world_size)) - {record.rank for record in records})
-    failed = [r for r in records if r.code not in {FINISHED, WANTS_REQUEUE}]
     if not records:
         return f"no rank left a record; srun ended with {srun_code}{_quote(srun_said)}"
+    failed = {r.rank: r for r in records if r.code not in {FINISHED, WANTS_REQUEUE}}
+    silent = sorted(set(range(world_size)) - {record.rank for record in records})
+    named = next((rank for rank in _tasks_in_order(srun_said) if rank in {*failed, *silent}), None)
+    if named in failed:
+        return _describe_record(failed[named])
+    if named is None and failed:
+        return _describe_record(min(failed.values(), key=lambda record: record.time))
     if silent:
-        named = ", ".join(map(str, silent[:8])) + (" ..." if len(silent) > 8 else "")
-        return f"rank {named} left no record, so it was killed{_quote(srun_said)}"
-    if not failed:
-        return f"all ranks left on request, but srun ended with {srun_code}{_quote(srun_said)}"
-    first = min(failed, key=lambda record: record.time)
-    at = "" if first.step is None else f" at step {first.step}"
-    return f"rank {first.rank} on {first.host} failed first{at}: {first.reason}"
+        shown = ", ".join(map(str, silent[:8])) + (" ..." if len(silent) > 8 else "")
+        who = shown if named is None else named
+        return f"rank {who} left no record, so it was killed{_quote(srun_said)}"
+    return f"all ranks left on request, but srun ended with {srun_code}{_quote(srun_said)}"
+
+
+def _describe_record(record: ExitRecord) -> str:
+    at = "" if record.step is None else f" at step {record.step}"
+    return f"rank {record.rank} on {record.host} failed first{at}: {record.reason}"
+
+
+def _tasks_in_order(srun_said: str) -> Iterator[int]:
+    """The tasks in lines such as `srun: error: n2: tasks 0-1,3: Killed`."""
+    for spans in re.findall(r"\btasks? ([0-9,-]+): ", srun_said):
+        for span in spans.split(","):
+            low, _, high = span.partition("-")
+            yield from range(int(low), int(high or low) + 1)
 
 
 def _quote(srun_said: str) -> str:
     lines = [line.strip() for line in srun_said.splitlines() if "error:" in line or "fatal" in line]
-    return f" (srun: {lines[0]})" if lines else ""
+    return f" ({lines[0]})" if lines else ""

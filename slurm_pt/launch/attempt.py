@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from slurm_pt.config import JobConfig, read_job_config
-from slurm_pt.errors import SlurmPtError, SubmitError
+from slurm_pt.errors import SlurmPtError, SlurmUnavailableError, SubmitError
 from slurm_pt.launch.after_attempt import (
     WANTS_REQUEUE,
     Decision,
@@ -32,6 +32,9 @@ from slurm_pt.plan import Plan
 from slurm_pt.run_dir import AttemptDir, RunDir, find_json, open_run, read_json, write_json
 from slurm_pt.submit.environment import slurm_job_key
 from slurm_pt.submit.slurm import SlurmClient
+
+REQUEUE_PAUSES_S = (1, 2, 4, 8, 15, 30, 60, 60, 60, 60)
+"""Five minutes: a controller that is restarted comes back within that."""
 
 
 def begin_attempt(run: RunDir) -> AttemptDir | None:
@@ -54,7 +57,9 @@ def begin_attempt(run: RunDir) -> AttemptDir | None:
         "first_step": run.committed_step(),
     }
     write_json(attempt.begin, record)
-    run.record_event("attempt_began", attempt=attempt.number, job_key=job_key, nodes=record["nodes"])
+    run.record_event(
+        "attempt_began", attempt=attempt.number, job_key=job_key, nodes=record["nodes"]
+    )
     return attempt
 
 
@@ -69,13 +74,13 @@ def read_config_of(run: RunDir) -> JobConfig:
 
 
 def end_attempt(attempt: AttemptDir, *, srun_code: int, cause: StopCause) -> Decision:
-    """Writes down how an attempt ended and what is to follow; the caller does it."""
+    """How an attempt ended and what is to follow; the caller puts it on record and does it."""
     run = RunDir(attempt.path.parent.parent)
     begin = read_json(attempt.begin)
     plan = Plan.from_json(read_json(run.plan))
     progress = (int(begin["first_step"]), run.committed_step())
     srun_said = attempt.srun_log.read_text(errors="replace") if attempt.srun_log.exists() else ""
-    decision = decide(
+    return decide(
         records=read_exit_records(attempt),
         world_size=plan.layout.world_size,
         srun_code=srun_code,
@@ -85,7 +90,6 @@ def end_attempt(attempt: AttemptDir, *, srun_code: int, cause: StopCause) -> Dec
         history=_history(run, before=attempt.number),
         max_failures=read_config_of(run).slurm.max_failures,
     )
-    return decision
 
 
 def conclude(attempt: AttemptDir, decision: Decision) -> None:
@@ -134,13 +138,27 @@ def _end_in_slurm(attempt: AttemptDir, srun_code: int) -> int:
     if decision.action != "requeue" or job_key is None:
         return decision.exit_code
     try:
-        client.requeue(job_key)
+        _requeue(client, job_key)
     except SubmitError as error:
-        reason = f"{decision.reason}; {error}. Start it again with `slurm-pt submit --run {run.path}`"
-        refused = dataclasses.replace(decision, action="stop", reason=reason)
-        conclude(attempt, refused)
+        reason = (
+            f"{decision.reason}; {error}. Start it again with `slurm-pt submit --run {run.path}`"
+        )
+        stopped = dataclasses.replace(decision, action="stop", reason=reason)
+        write_json(attempt.end, {**read_json(attempt.end), **stopped.as_json()})
+        run.record_event("requeue_refused", attempt=attempt.number, reason=str(error))
         click.echo(f"slurm_pt: {reason}", err=True)
     return decision.exit_code or WANTS_REQUEUE
+
+
+def _requeue(client: SlurmClient, job_key: str) -> None:
+    """Puts the job back into the queue; while the controller is away it is asked again."""
+    for pause_s in REQUEUE_PAUSES_S:
+        try:
+            return client.requeue(job_key)
+        except SlurmUnavailableError as error:
+            click.echo(f"slurm_pt: {error}; asking again in {pause_s} s", err=True)
+            time.sleep(pause_s)
+    return client.requeue(job_key)
 
 
 def _ask_for_cause(client: SlurmClient, job_key: str, signal_lead_s: float) -> StopCause:
@@ -174,6 +192,7 @@ def end(attempt_path: Path, srun_code: int) -> None:
 
 
 def main() -> None:
+    """Runs one of the two commands. What a user can mend is one line, and exit code 2."""
     try:
         cli(standalone_mode=False)
     except SlurmPtError as error:

@@ -21,10 +21,10 @@ from slurm_pt.launch.meeting import (
 )
 from slurm_pt.launch.network import choose_interface, is_loopback, list_interfaces, plain_address
 from slurm_pt.launch.wire import Channel, ConnectionEndedError, Message, UnprovenError
-from slurm_pt.run_dir import read_json, write_json
+from slurm_pt.run_dir import find_json, write_json
 
 _CONNECT_S = 3.0
-_GREETING_S = 10.0
+_GREETING_S = 5.0
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
 _NOTE_AFTER_S = 10.0
 """How long rank 0 may be out of reach before this rank says so in the folder."""
@@ -71,7 +71,7 @@ class Guest:
         try:
             # NFS clients remember that a file was not there; opening the folder asks again.
             os.listdir(terms.folder)  # noqa: PTH208
-            record: dict[str, Any] | None = read_json(terms.file)
+            record: dict[str, Any] | None = find_json(terms.file)
         except (RunFolderError, OSError) as error:
             self.hindrance = str(error)
             return None

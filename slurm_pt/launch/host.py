@@ -32,7 +32,7 @@ from slurm_pt.launch.network import (
     plain_address,
 )
 from slurm_pt.launch.wire import Channel, ConnectionEndedError, Message, UnprovenError
-from slurm_pt.run_dir import read_json, write_json
+from slurm_pt.run_dir import find_json, write_json
 
 _SLICE_S = 0.1
 _LOOK_S = 1.0
@@ -112,7 +112,7 @@ class Host:
     def _refuse_second_host(self) -> None:
         """Refuses to be rank 0 next to a living one of the same start."""
         with contextlib.suppress(RunFolderError):
-            old = read_json(self.terms.file) or {}
+            old = find_json(self.terms.file) or {}
             if old.get("machine") != self.hellos[0].machine or old["pid"] == os.getpid():
                 return
             alive = process_mark(old["pid"]) == old["process_mark"] is not None
@@ -130,7 +130,7 @@ class Host:
         """Notices another rank 0, and ranks that run but cannot reach this one."""
         terms = self.terms
         try:
-            now = read_json(terms.file)
+            now = find_json(terms.file)
         except RunFolderError:
             return
         if now is None:
@@ -142,7 +142,7 @@ class Host:
             if not name.startswith(prefix):
                 continue
             with contextlib.suppress(RunFolderError):
-                self._read_note(read_json(terms.folder / name))
+                self._read_note(find_json(terms.folder / name))
 
     def _read_note(self, note: dict[str, Any] | None) -> None:
         if note is not None and note["nonce"] == self.nonce and note["rank"] not in self.hellos:
@@ -277,6 +277,7 @@ class Host:
         else:
             problem = find_disagreement(self.hellos, hello)
             if problem is not None:
+                self.told.add(hello.rank)  # by the farewell that follows
                 raise LaunchError(problem)
         channel.peer = hello.rank
         self.hellos[hello.rank] = hello
@@ -357,7 +358,7 @@ class Host:
         """Tells everybody why there is no meeting, and closes."""
         self.farewell = {"kind": kind, "text": text}
         with contextlib.suppress(RunFolderError, OSError):
-            if (read_json(self.terms.file) or {}).get("nonce") == self.nonce:
+            if (find_json(self.terms.file) or {}).get("nonce") == self.nonce:
                 self._write_file(kind, text)
         for channel in [one for one in self.open if one.is_proven]:
             self._tell(channel, self.farewell)

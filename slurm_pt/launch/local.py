@@ -14,10 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -28,6 +28,9 @@ from slurm_pt.launch.attempt import begin_attempt, conclude, end_attempt, read_c
 from slurm_pt.launch.preemption import StopCause
 from slurm_pt.plan import Plan
 from slurm_pt.run_dir import AttemptDir, RunDir, open_run, read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 POLL_S = 0.1
 KILL_WAIT_S = 30.0
@@ -63,13 +66,16 @@ class LocalLauncher:
         """The first bad exit code of the ranks (0: none), and whether the time limit ended them."""
         slurm = read_config_of(run).slurm
         limit_s = parse_time_limit_s(slurm.time) if slurm.time else None
-        deadline = None if limit_s is None else time.monotonic() + max(1, limit_s - slurm.signal_lead_s)
+        deadline = (
+            None if limit_s is None else time.monotonic() + max(1, limit_s - slurm.signal_lead_s)
+        )
         world_size = Plan.from_json(read_json(run.plan)).layout.world_size
         ranks = _start_ranks(run, attempt, world_size)
         timed_out, told = False, False
         while any(rank.poll() is None for rank in ranks):
             codes = [rank.returncode for rank in ranks]
             if any(code not in {None, FINISHED, WANTS_REQUEUE} for code in codes):
+                _note_failures(attempt, codes)
                 _end_all(ranks)
                 break
             if not told and deadline is not None and time.monotonic() > deadline:
@@ -79,13 +85,23 @@ class LocalLauncher:
                 told = True
                 _signal_all(ranks, signal.SIGTERM)
             time.sleep(POLL_S)
-        bad = [rank.returncode for rank in ranks if rank.returncode not in {FINISHED, WANTS_REQUEUE}]
-        wants = WANTS_REQUEUE if any(rank.returncode == WANTS_REQUEUE for rank in ranks) else FINISHED
+        bad = [
+            rank.returncode for rank in ranks if rank.returncode not in {FINISHED, WANTS_REQUEUE}
+        ]
+        wants = (
+            WANTS_REQUEUE if any(rank.returncode == WANTS_REQUEUE for rank in ranks) else FINISHED
+        )
         return (bad[0] if bad else wants), timed_out
 
 
 def rank_environment(
-    environ: Mapping[str, str], *, run: RunDir, attempt: AttemptDir, rank: int, world_size: int, key: str
+    environ: Mapping[str, str],
+    *,
+    run: RunDir,
+    attempt: AttemptDir,
+    rank: int,
+    world_size: int,
+    key: str,
 ) -> dict[str, str]:
     """The environment of one local rank."""
     ours = {
@@ -104,7 +120,9 @@ def rank_environment(
     return {**environ, **threads, **ours}
 
 
-def _start_ranks(run: RunDir, attempt: AttemptDir, world_size: int) -> list[subprocess.Popen[bytes]]:
+def _start_ranks(
+    run: RunDir, attempt: AttemptDir, world_size: int
+) -> list[subprocess.Popen[bytes]]:
     key = f"local-{secrets.token_hex(6)}"
     command = [sys.executable, "-u", "-m", "slurm_pt.worker", str(run.path)]
     ranks = []
@@ -114,7 +132,9 @@ def _start_ranks(run: RunDir, attempt: AttemptDir, world_size: int) -> list[subp
         )
         with attempt.rank_log(rank).open("ab") as log:
             ranks.append(
-                subprocess.Popen(command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                subprocess.Popen(
+                    command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                )
             )
     return ranks
 
@@ -123,6 +143,15 @@ def _signal_all(ranks: Sequence[subprocess.Popen[bytes]], number: signal.Signals
     for rank in ranks:
         if rank.poll() is None:
             rank.send_signal(number)
+
+
+def _note_failures(attempt: AttemptDir, codes: Sequence[int | None]) -> None:
+    """Names the ranks that failed, as srun does; one that was killed before those that miss it."""
+    bad = [(c, rank) for rank, c in enumerate(codes) if c not in {None, FINISHED, WANTS_REQUEUE}]
+    with attempt.srun_log.open("a", encoding="utf-8") as log:
+        for code, rank in sorted(bad):  # a signal's code is negative
+            how = f"Killed by signal {-code}" if code < 0 else f"Exited with exit code {code}"
+            log.write(f"local: error: task {rank}: {how}\n")
 
 
 def _end_all(ranks: Sequence[subprocess.Popen[bytes]]) -> None:

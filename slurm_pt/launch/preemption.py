@@ -7,9 +7,12 @@ import threading
 import time
 from dataclasses import dataclass, field
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from slurm_pt.submit.slurm import StopView
 from slurm_pt.submit.states import JobPhase, job_phase
+
+if TYPE_CHECKING:
+    from slurm_pt.submit.slurm import StopView
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
 """TERM warns of a preemption, USR2 of the time limit. USR1 is left to NCCL, which has used it."""
@@ -80,12 +83,21 @@ def stop_cause(view: StopView | None, *, now: float, signal_lead_s: float) -> St
     """
     if view is None:
         return StopCause.unknown
+    left_s = None if view.end_time is None else view.end_time - now
     if view.preempt_time is not None:
         return StopCause.preempted
-    if view.state == "TIMEOUT":
+    if view.state == "TIMEOUT" or view.reason == "TimeLimit":
         return StopCause.timed_out
-    if view.state in {"CANCELLED", "COMPLETING"} or job_phase(view.state) is JobPhase.ended_badly:
+    if view.state == "CANCELLED":
         return StopCause.cancelled
-    if view.end_time is not None and view.end_time - now <= signal_lead_s + 60 + 5:
-        return StopCause.timed_out
+    if view.state == "COMPLETING":
+        # After scancel the end is the moment of it. When somebody else requeues the job the end is
+        # unset, or a whole new time limit (a minute at least) ahead; when a node dies, the reason
+        # says so.
+        is_over = left_s is not None and left_s <= 30
+        cancelled = is_over and view.reason in {"", "None"}
+        return StopCause.cancelled if cancelled else StopCause.unknown
+    if job_phase(view.state) is JobPhase.running and left_s is not None:
+        near = left_s <= signal_lead_s + 60 + 5
+        return StopCause.timed_out if near else StopCause.unknown
     return StopCause.unknown

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from slurm_pt.errors import RunFolderError
 from slurm_pt.run_dir import AttemptDir, RunDir, find_json
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 FOLLOW_S = 0.5
 
@@ -15,7 +17,10 @@ FOLLOW_S = 0.5
 def show_logs(
     run: RunDir, *, rank: int | None, attempt: int | None, follow: bool, out: TextIO
 ) -> None:
-    """Prints a rank's log (None: of all ranks) of one attempt, or goes on as it grows."""
+    """Prints a rank's log (None: of all ranks) of one attempt, or goes on as it grows.
+
+    Ends with what srun said and what was decided, once the attempt has ended.
+    """
     attempts = run.list_attempts()
     if not attempts:
         raise RunFolderError(_nothing_yet(run))
@@ -25,28 +30,35 @@ def show_logs(
         raise RunFolderError(f"{run.path} has no attempt {attempt}. There are: {numbers}")
     positions: dict[Path, int] = {}
     while True:
-        grown = _print_new(chosen, rank, positions, out)
-        if not follow:
-            if not grown:
-                _print_srun(chosen, out)
-            return
         newest = run.list_attempts()[-1]
-        if not grown and newest.number > chosen.number:
-            chosen = run.attempt(chosen.number + 1)
-            out.write(f"--- attempt {chosen.number} ---\n")
+        is_last_look = not follow or newest.number > chosen.number or _is_over(run, chosen)
+        _print_new(chosen, rank, positions, out, whole_lines=rank is None and not is_last_look)
+        if not is_last_look:
+            time.sleep(FOLLOW_S)
             continue
-        if not grown and _is_over(run, chosen):
-            _print_srun(chosen, out)
+        _print_srun(chosen, out)
+        if not follow or newest.number == chosen.number:
             return
-        time.sleep(FOLLOW_S)
+        chosen = run.attempt(chosen.number + 1)
+        out.write(f"--- attempt {chosen.number} ---\n")
 
 
-def _print_new(attempt: AttemptDir, rank: int | None, positions: dict[Path, int], out: TextIO) -> bool:
-    """Prints what has come since the last call; whether there was anything."""
-    paths = [attempt.rank_log(rank)] if rank is not None else sorted(
-        attempt.logs.glob("rank_*.log"), key=lambda path: int(path.stem.removeprefix("rank_"))
+def _print_new(
+    attempt: AttemptDir,
+    rank: int | None,
+    positions: dict[Path, int],
+    out: TextIO,
+    *,
+    whole_lines: bool,
+) -> None:
+    """Prints what has come since the last call; with `whole_lines` not yet what goes on."""
+    paths = (
+        [attempt.rank_log(rank)]
+        if rank is not None
+        else sorted(
+            attempt.logs.glob("rank_*.log"), key=lambda path: int(path.stem.removeprefix("rank_"))
+        )
     )
-    grown = False
     for path in paths:
         try:
             with path.open("rb") as file:
@@ -54,16 +66,16 @@ def _print_new(attempt: AttemptDir, rank: int | None, positions: dict[Path, int]
                 data = file.read()
         except FileNotFoundError:
             continue
-        if rank is None:  # whole lines only, so that ranks do not mix within one
+        if whole_lines:
             data = data[: data.rfind(b"\n") + 1]
-        if data:
-            grown = True
-            positions[path] = positions.get(path, 0) + len(data)
-            text = data.decode(errors="replace")
-            prefix = "" if rank is not None else f"[{path.stem.removeprefix('rank_')}] "
-            out.write("".join(prefix + line for line in text.splitlines(keepends=True)))
+        positions[path] = positions.get(path, 0) + len(data)
+        text = data.decode(errors="replace")
+        if rank is None and text:
+            text = text if text.endswith("\n") else text + "\n"  # ranks do not mix within a line
+            prefix = f"[{path.stem.removeprefix('rank_')}] "
+            text = "".join(prefix + line for line in text.splitlines(keepends=True))
+        out.write(text)
     out.flush()
-    return grown
 
 
 def _print_srun(attempt: AttemptDir, out: TextIO) -> None:

@@ -92,14 +92,24 @@ class JobComment:
                 self._command.wait(timeout=2)
 
 
-def render_comment(*, step: int, steps: int, loss: float, tokens_per_s: float, attempt: int) -> str:
+def render_comment(*, step: int, steps: int, loss: float, speed: str, attempt: int) -> str:
     """One line for squeue: no quotes, no line feed.
 
-    >>> render_comment(step=1200, steps=5000, loss=2.3051, tokens_per_s=51234, attempt=2)
-    'step 1200/5000 loss 2.305 tok/s 51.2k attempt 2'
+    >>> render_comment(step=1200, steps=5000, loss=2.3051, speed="51.2k tok/s", attempt=2)
+    'step 1200/5000 loss 2.305 51.2k tok/s attempt 2'
     """
-    rate = f"{tokens_per_s / 1000:.1f}k" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f}"
-    return f"step {step}/{steps} loss {loss:.3f} tok/s {rate} attempt {attempt}"
+    return " ".join(f"step {step}/{steps} loss {loss:.3f} {speed} attempt {attempt}".split())
+
+
+def render_rate(tokens_per_s: float | None) -> str:
+    """Tokens per second for people.
+
+    >>> render_rate(51234), render_rate(412.3), render_rate(None)
+    ('51.2k tok/s', '412 tok/s', '')
+    """
+    if tokens_per_s is None:
+        return ""
+    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
 
 
 def record_metrics(run: RunDir, record: dict[str, Any]) -> None:

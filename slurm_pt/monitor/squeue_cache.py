@@ -9,12 +9,15 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_pt.errors import SubmitError
 from slurm_pt.submit.slurm import JobView, SlurmClient
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True)

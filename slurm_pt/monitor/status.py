@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_pt.errors import RunFolderError
 from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.run_state import RunPhase, RunState, run_state
-from slurm_pt.submit.slurm import JobView
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from slurm_pt.submit.slurm import JobView
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,10 @@ def find_runs(places: Iterable[Path]) -> list[RunDir]:
         place = place.expanduser().absolute()
         if (place / "config.yaml").is_file():
             runs[place] = RunDir(place)
-        elif (place / "runs.txt").is_file():  # a sweep's folder
-            for line in (place / "runs.txt").read_text(encoding="utf-8").splitlines():
-                runs[Path(line)] = RunDir(Path(line))
+        elif manifests := _manifests(place):  # a sweep's folder
+            for manifest in manifests:
+                for line in manifest.read_text(encoding="utf-8").splitlines():
+                    runs[Path(line)] = RunDir(Path(line))
         elif place.is_dir():
             for config in sorted(place.glob("*/config.yaml")):
                 runs[config.parent] = RunDir(config.parent)
@@ -89,3 +93,8 @@ def find_runs(places: Iterable[Path]) -> list[RunDir]:
                 f"{place}: there is no such folder. Name a run, a sweep's folder, or the run_root"
             )
     return list(runs.values())
+
+
+def _manifests(sweep: Path) -> list[Path]:
+    """The lists of a sweep's runs: one, or one for each group that asked for something else."""
+    return [*sweep.glob("runs.txt"), *sorted(sweep.glob("group_*/runs.txt"))]

@@ -61,7 +61,8 @@ def make_plan(config: JobConfig) -> Plan:
             )
     if problems:
         raise ConfigError(problems)
-    wants_gpus = slurm.gpus_per_node or config.cluster.gpus_per_node
+    there_are = None if config.cluster.device == "cpu" else config.cluster.gpus_per_node
+    wants_gpus = slurm.gpus_per_node or there_are
     return Plan(
         layout=layout,
         nodes=nodes,

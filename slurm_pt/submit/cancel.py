@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from typing import TYPE_CHECKING
 
 from slurm_pt.owner import pid_start_time
 from slurm_pt.run_dir import RunDir, find_json
-from slurm_pt.submit.slurm import SlurmClient
+
+if TYPE_CHECKING:
+    from slurm_pt.submit.slurm import SlurmClient
 
 
 def cancel_run(run: RunDir, client: SlurmClient) -> str:

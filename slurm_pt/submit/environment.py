@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
 
 # What an outer job or a user's habits put there changes where a job goes (SBATCH_PARTITION), what
 # it may use (SLURM_MEM_PER_CPU next to --mem is fatal to its first srun) and what squeue answers
@@ -23,9 +26,7 @@ _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER"})
 _OURS = "SLURM_PT_"
 
 
-def clean_environment(
-    environ: Mapping[str, str], *, keep: Collection[str] = ()
-) -> dict[str, str]:
+def clean_environment(environ: Mapping[str, str], *, keep: Collection[str] = ()) -> dict[str, str]:
     """The environment without what belongs to an outer job; the user's own variables stay."""
     return {
         name: value

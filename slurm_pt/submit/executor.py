@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from submitit.core.core import Job
 from submitit.core.utils import DelayedSubmission, FailedJobError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
@@ -17,7 +15,13 @@ from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.environment import clean_environment
 from slurm_pt.submit.script import JobSpec, render_script
-from slurm_pt.submit.slurm import SlurmClient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from submitit.core.core import Job
+
+    from slurm_pt.submit.slurm import SlurmClient
 
 
 def train_run(run_path: Path) -> int:
@@ -143,7 +147,9 @@ class LocalRunExecutor(LocalExecutor):
             )
         jobs: list[Job[Any]] = []
         for run in runs:
-            job = LocalRunJob(folder=self.folder, job_id=str(process.pid), tasks=[0], process=process)
+            job = LocalRunJob(
+                folder=self.folder, job_id=str(process.pid), tasks=[0], process=process
+            )
             job.run_path = run
             jobs.append(job)
         return jobs

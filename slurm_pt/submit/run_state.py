@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_pt.owner import HEARTBEAT_GRACE_S, heartbeat_age_s, pid_start_time
 from slurm_pt.run_dir import RunDir, find_json
-from slurm_pt.submit.slurm import JobView
 from slurm_pt.submit.states import JobPhase
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from slurm_pt.submit.slurm import JobView
 
 SETTLING_S = 60.0
 """How long squeue, the accounting and a shared file system may disagree after a change."""
@@ -70,9 +74,7 @@ def run_state(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunState:
         return _state_without_job(run)
     if key is None:
         return _state_of_local(run, job)
-    if jobs is None:
-        return RunState(RunPhase.unknown, "no answer from Slurm", key)
-    return _state_of_ended(run, job, key, view)
+    return _state_of_ended(run, job, key, view, answered=jobs is not None)
 
 
 def _state_without_job(run: RunDir) -> RunState:
@@ -88,9 +90,14 @@ def _state_without_job(run: RunDir) -> RunState:
 
 
 def _state_of_local(run: RunDir, job: dict[str, Any]) -> RunState:
-    recorded = _state_from_records(run, None, None)
+    recorded = _state_from_records(run, None, None, since=job["submitted"])
     if recorded is not None:
         return recorded
+    if job["host"] != os.uname().nodename:  # its processes cannot be seen from here
+        age_s = heartbeat_age_s(run)
+        if age_s is not None and age_s < HEARTBEAT_GRACE_S:
+            return RunState(RunPhase.running, f"local processes of {job['host']}")
+        return RunState(RunPhase.unknown, f"ask on {job['host']}, where its processes are")
     if pid_start_time(job["pid"]) == job["pid_start"]:
         phase = RunPhase.running if run.list_attempts() else RunPhase.waiting
         return RunState(phase, "local processes")
@@ -98,7 +105,7 @@ def _state_of_local(run: RunDir, job: dict[str, Any]) -> RunState:
 
 
 def _state_of_ended(
-    run: RunDir, job: dict[str, Any], key: str, view: JobView | None
+    run: RunDir, job: dict[str, Any], key: str, view: JobView | None, *, answered: bool
 ) -> RunState:
     """A job that Slurm says has ended, or no longer lists, without done.json."""
     word = view.state if view else None
@@ -107,10 +114,15 @@ def _state_of_ended(
     recorded = _state_from_records(run, key, word, since=job["submitted"])
     if recorded is not None:
         return recorded
-    if time.time() - job["submitted"] < SETTLING_S:
+    if not answered:
+        return RunState(RunPhase.unknown, "no answer from Slurm", key)
+    says_failed = view is not None and view.phase is JobPhase.ended_badly
+    if not says_failed and time.time() - job["submitted"] < SETTLING_S:
         return RunState(RunPhase.unknown, "submitted a moment ago", key, word)
     if view is None:
-        return RunState(RunPhase.failed, "Slurm no longer lists the job, and it left no record", key)
+        return RunState(
+            RunPhase.failed, "Slurm no longer lists the job, and it left no record", key
+        )
     if view.phase is JobPhase.unknown:
         return RunState(RunPhase.unknown, f"Slurm says {word}", key, word)
     said = "COMPLETED, but the run left no done.json" if word == "COMPLETED" else word or ""

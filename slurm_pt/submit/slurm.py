@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import getpass
 import os
+import pwd
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from slurm_pt.errors import SlurmUnavailableError, SubmitError, nearest
+from slurm_pt.errors import SlurmUnavailableError, SubmitError
 from slurm_pt.submit.environment import clean_environment
 from slurm_pt.submit.states import JobPhase, job_phase, parse_state
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
 
 # Words by which Slurm's commands say that the controller or the database did not answer. Some
 # releases print them and still exit with 0.
 _NO_ANSWER = re.compile(
     r"timed out|connection (?:refused|reset)|unable to contact|communication|"
-    r"controller.*(?:down|not respond)|slurm_load_jobs error: (?!Invalid job id)",
+    r"controller.*(?:down|not respond)|configuration source|"
+    r"slurm_load_jobs error: (?!Invalid job id|Invalid user)",
     re.IGNORECASE,
 )
+_GONE = re.compile(r"Invalid job id|already completing or completed", re.IGNORECASE)
 # Ids, states and times only: text that users type (names, folders) can hold any separator.
 _JOB_FIELDS = "%i|%A|%T|%S|%e|%l|%D|%r"
 
@@ -54,6 +59,11 @@ class StopView:
     state: str
     end_time: float | None
     preempt_time: float | None
+    reason: str = ""
+
+
+class UnknownJobError(SubmitError):
+    """The controller does not know the job: it never did, or has forgotten it."""
 
 
 class SlurmClient:
@@ -70,7 +80,11 @@ class SlurmClient:
             return False
         if "SLURM_CONF" in self._environ:
             return True
-        places = ("/etc/slurm/slurm.conf", "/etc/slurm-llnl/slurm.conf", "/run/slurm/conf/slurm.conf")
+        places = (
+            "/etc/slurm/slurm.conf",
+            "/etc/slurm-llnl/slurm.conf",
+            "/run/slurm/conf/slurm.conf",
+        )
         if any(Path(place).exists() for place in places):
             return True
         # A "configless" site finds its controller through DNS: only asking tells.
@@ -83,15 +97,18 @@ class SlurmClient:
 
     def query_my_jobs(self) -> dict[str, JobView]:
         """All of the user's jobs that the controller knows, array tasks one by one. One RPC."""
-        output = self._ask(["squeue", "-h", "-r", "-t", "all", "-u", getpass.getuser(), "-o", _JOB_FIELDS])
+        user = str(os.getuid())  # not $USER, which anything may have set
+        output = self._ask(["squeue", "-h", "-r", "-t", "all", "-u", user, "-o", _JOB_FIELDS])
         return {view.job_key: view for view in parse_squeue(output)}
 
     def query_stop(self, job_key: str, *, timeout_s: float = 5.0) -> StopView | None:
         """When and why a job is about to end; None if the controller does not know it."""
-        fields = "State:32,EndTime:32,PreemptTime:32"
-        answer = self._run(["squeue", "-h", "-j", job_key, "-O", fields], timeout_s=timeout_s)
-        self._require_answer(answer)
-        return parse_stop(answer.stdout)
+        fields = "State:32,EndTime:32,PreemptTime:32,Reason:32"
+        command = ["squeue", "-h", "-j", job_key, "-O", fields]
+        try:
+            return parse_stop(self._ask(command, timeout_s=timeout_s))
+        except UnknownJobError:
+            return None
 
     def query_ended(self, job_keys: Iterable[str]) -> dict[str, JobView]:
         """What the accounting database says of jobs; empty where there is no accounting."""
@@ -141,9 +158,9 @@ class SlurmClient:
             raise SubmitError(f"scontrol requeue {job_key} was refused: {answer.stderr.strip()}")
 
     def cancel(self, job_key: str) -> None:
-        """Ends a job, waiting or running."""
+        """Ends a job, waiting or running; does nothing to one that has ended."""
         answer = self._run(["scancel", job_key])
-        if answer.returncode != 0:
+        if answer.returncode != 0 and not _GONE.search(answer.stderr):
             self._require_answer(answer)
             raise SubmitError(f"scancel {job_key} was refused: {answer.stderr.strip()}")
 
@@ -163,9 +180,11 @@ class SlurmClient:
 
     # ---------------------------------------------------------------------------- plumbing
 
-    def _ask(self, command: Sequence[str]) -> str:
-        answer = self._run(command)
+    def _ask(self, command: Sequence[str], *, timeout_s: float | None = None) -> str:
+        answer = self._run(command, timeout_s=timeout_s)
         self._require_answer(answer)
+        if answer.returncode != 0 and _GONE.search(answer.stderr):
+            raise UnknownJobError(f"{command[0]}: {answer.stderr.strip()}")
         if answer.returncode != 0:
             raise SubmitError(f"{command[0]} failed: {answer.stderr.strip()}")
         return answer.stdout
@@ -196,7 +215,8 @@ class SlurmClient:
             ) from None
 
     def _require_answer(self, answer: subprocess.CompletedProcess[str]) -> None:
-        if (answer.returncode != 0 or not answer.stdout.strip()) and _NO_ANSWER.search(answer.stderr):
+        # Whatever the exit code and the output: half an answer is none.
+        if _NO_ANSWER.search(answer.stderr):
             raise SlurmUnavailableError(f"no answer from Slurm: {answer.stderr.strip()}")
 
     def _explain(self, stderr: str) -> str:
@@ -210,27 +230,34 @@ class SlurmClient:
         return f"Slurm refused the job: {text}"
 
     def _choices(self, command: Sequence[str]) -> list[str]:
+        if command[0] == "sacctmgr":
+            command = [*command, f"user={_user_name()}"]
         try:
             lines = self._run(command, timeout_s=10).stdout.splitlines()
         except SubmitError:
             return []
-        return sorted({word for line in lines for word in line.split("|")[0].split(",") if word})
-
-    def unknown_partition(self, name: str) -> str | None:
-        """A message if the cluster has no such partition; None if it has, or does not say."""
-        partitions = self._choices(["sinfo", "-h", "-a", "-o", "%R"])
-        if not partitions or set(name.split(",")) <= set(partitions):
-            return None
-        choices = ", ".join(partitions)
-        return f"slurm.partition={name}: there is no such partition{nearest(name, partitions)}. There are: {choices}."
+        words = {word for line in lines for word in line.split("|")[0].split(",")}
+        return sorted(words - {"", "(null)"})
 
 
-_ASSOCIATIONS = ("sacctmgr", "-n", "-P", "show", "assoc", f"user={getpass.getuser()}")
+def _user_name() -> str:
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
+
+
+_SHOW_ASSOCIATIONS = ("sacctmgr", "-n", "-P", "show", "assoc")
 _REFUSALS: tuple[tuple[str, str, tuple[str, ...] | None], ...] = (
     (r"invalid partition", "slurm.partition", ("sinfo", "-h", "-a", "-o", "%R")),
-    (r"invalid qos", "slurm.qos", (*_ASSOCIATIONS, "format=QOS%200")),
-    (r"invalid account", "slurm.account (and slurm.partition)", (*_ASSOCIATIONS, "format=Account%80")),
+    (r"invalid qos", "slurm.qos", (*_SHOW_ASSOCIATIONS, "format=QOS")),
+    (
+        r"invalid account",
+        "slurm.account (and slurm.partition)",
+        (*_SHOW_ASSOCIATIONS, "format=Account"),
+    ),
     (r"gres", "slurm.gres and slurm.gpus_per_node", ("sinfo", "-h", "-a", "-o", "%G")),
+    (r"invalid node name", "slurm.nodelist and slurm.exclude", ("sinfo", "-h", "-a", "-o", "%N")),
     (r"memory|--mem", "slurm.mem, slurm.mem_per_cpu and slurm.mem_per_gpu", None),
     (r"time limit|--time", "slurm.time", None),
     (r"node count|more processors|node configuration", "slurm.nodes and slurm.cpus_per_task", None),
@@ -265,12 +292,12 @@ def parse_sacct(output: str) -> list[JobView]:
 
 
 def parse_stop(output: str) -> StopView | None:
-    """State, end and preemption time from squeue's fixed columns of 32."""
+    """State, end and preemption time, and reason from squeue's fixed columns of 32."""
     lines = output.splitlines()
     if not lines:
         return None
-    state, end, preempt = (lines[0][column : column + 32].strip() for column in (0, 32, 64))
-    return StopView(parse_state(state), _unix_time(end), _unix_time(preempt))
+    state, end, preempt, reason = (lines[0][at : at + 32].strip() for at in (0, 32, 64, 96))
+    return StopView(parse_state(state), _unix_time(end), _unix_time(preempt), reason)
 
 
 def _unix_time(text: str) -> float | None:

@@ -5,20 +5,23 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from slurm_pt.config import JobConfig
 from slurm_pt.errors import ConfigError, Problem, RunFolderError, SubmitError
 from slurm_pt.owner import pid_start_time
-from slurm_pt.plan import Plan
 from slurm_pt.run_dir import RunDir, create_run, write_json
 from slurm_pt.submit.executor import LocalRunExecutor, SlurmRunExecutor, train_run
 from slurm_pt.submit.run_state import RunState, run_state
 from slurm_pt.submit.script import JobSpec, make_job_spec
-from slurm_pt.submit.slurm import JobView, SlurmClient
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from slurm_pt.config import JobConfig
+    from slurm_pt.plan import Plan
+    from slurm_pt.submit.slurm import JobView, SlurmClient
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def check_points(points: Sequence[Point]) -> None:
         first = seen.setdefault(point.run.path, number)
         if first != number:
             rule = f"points {first} and {number} of the sweep are the same run ({point.run.name})"
-            fix = "sweep over a key that changes the result, or give them different values of `name`"
+            fix = (
+                "sweep over a key that changes the result, or give them different values of `name`"
+            )
             raise ConfigError([Problem("sweep", point.run.name, rule, fix)])
 
 
@@ -64,7 +69,9 @@ def submit_points(
     check_points(points)
     states = [(point, run_state(point.run, jobs)) for point in points]
     new = [point for point, state in states if not (state.phase.is_alive or _is_done(state))]
-    already = tuple((p.run, state) for p, state in states if state.phase.is_alive or _is_done(state))
+    already = tuple(
+        (p.run, state) for p, state in states if state.phase.is_alive or _is_done(state)
+    )
     if not new:
         return Submitted(None, (), already)
     for point in new:
@@ -97,7 +104,9 @@ def _sweep_folder(points: Sequence[Point]) -> Path:
             except FileExistsError:
                 continue
     except OSError as error:
-        raise RunFolderError(f"run_root={root.parent}: {error.strerror}; set another run_root") from error
+        raise RunFolderError(
+            f"run_root={root.parent}: {error.strerror}; set another run_root"
+        ) from error
     raise RunFolderError(f"{root} holds a thousand sweeps of this very second")
 
 
@@ -123,7 +132,11 @@ def _submit_to_slurm(folder: Path, points: Sequence[Point], client: SlurmClient)
             raise SubmitError(f"{error}\nSubmitted before that: {', '.join(submitted)}") from error
         for point, job in zip(members, jobs, strict=True):
             submitted.append(job.job_id)
-            record = {"job_key": job.job_id, "submitted": time.time(), "folder": str(executor.folder)}
+            record = {
+                "job_key": job.job_id,
+                "submitted": time.time(),
+                "folder": str(executor.folder),
+            }
             write_json(point.run.job, record)
             point.run.record_event("submitted", job_key=job.job_id)
 

@@ -11,7 +11,6 @@ numpy only, no torch: the login side reads these folders too.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
@@ -55,13 +54,21 @@ def read_token_info(folder: Path) -> TokenInfo:
     remedy = "To fix: make the folder with `slurm-pt data prepare`"
     try:
         raw = json.loads((folder / INFO).read_text(encoding="utf-8"))
-        names = {field.name for field in dataclasses.fields(TokenInfo)}
-        info = TokenInfo(**{name: value for name, value in raw.items() if name in names})
+        info = TokenInfo(
+            dtype=str(raw["dtype"]),
+            num_tokens=int(raw["num_tokens"]),
+            vocab_size=int(raw["vocab_size"]),
+            tokenizer=str(raw["tokenizer"]),
+            documents=int(raw["documents"]),
+            sha256=str(raw["sha256"]),
+        )
         size_bytes = (folder / TOKENS).stat().st_size
     except FileNotFoundError as error:
         raise DataError(f"data.path={folder}: {error.filename} is missing. {remedy}.") from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"data.path={folder}: {INFO} cannot be read: {error}. {remedy}.") from None
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"data.path={folder}: {INFO} cannot be read: {error!r}. {remedy}."
+        ) from None
     if info.dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise DataError(f"data.path={folder}: dtype {info.dtype!r} is none of {known}. {remedy}.")

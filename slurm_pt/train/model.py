@@ -135,9 +135,11 @@ class GPTStage(nn.Module):
         """The dimension along which each parameter is split over tp; None: whole on each rank."""
         dims: dict[str, int | None] = {}
         for prefix, module in self.named_modules():
-            declared = getattr(module, "shard_dims", {})
-            for name, _ in module.named_parameters(prefix=prefix, recurse=False):
-                dims[name] = declared.get(name.rpartition(".")[2]) if declared else None
+            split = isinstance(
+                module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding
+            )
+            for name, _ in module.named_parameters(recurse=False):
+                dims[f"{prefix}.{name}"] = module.shard_dims[name] if split else None
         return dims
 
     def checkpoint_names(self) -> dict[str, str]:

@@ -154,7 +154,9 @@ def fall_back_together(folder: Path) -> list[str]:
 
 def _stamps(folder: Path) -> dict[str, int]:
     dist.barrier()
-    return {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+    stamps = {str(path): path.stat().st_mtime_ns for path in sorted(folder.rglob("*"))}
+    dist.barrier()  # nobody goes on to change the files while another still looks
+    return stamps
 
 
 def flip_a_bit(path: Path) -> None:
@@ -276,9 +278,13 @@ def ranks_of_a_stage_differ(folder: Path) -> str:
 
 
 def training_goes_on_during_saves(folder: Path) -> int:
-    """Collectives of training beside those of saves; the steps that are left at the end."""
+    """Collectives of training beside those of saves, whose events cannot even be recorded."""
+
+    def record_on_a_full_disk(event: str, figures: dict[str, Any]) -> None:
+        raise OSError("No space left on device")
+
     groups = groups_of(2, 1, 2)
-    saver = checkpointer(folder, groups, keep_last=2)
+    saver = checkpointer(folder, groups, keep_last=2, report=record_on_a_full_disk)
     flag = torch.ones(1)
     for step in range(1, 6):
         tensors, shard_dims = local_tensors(groups, step)

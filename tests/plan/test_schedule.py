@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_pt.plan.schedule import Action, Pass, bubble_share, one_f_one_b, schedule_table
@@ -33,6 +33,7 @@ def test_fewer_micro_batches_than_stages_are_all_warm_up_on_the_first_stages():
     ]
 
 
+@settings(deadline=None)
 @given(stages=st.integers(1, 9), num_microbatches=st.integers(1, 20))
 def test_each_micro_batch_goes_each_way_once_and_few_are_in_flight(stages, num_microbatches):
     for stage, actions in enumerate(
@@ -48,6 +49,7 @@ def test_each_micro_batch_goes_each_way_once_and_few_are_in_flight(stages, num_m
         assert most == min(stages - stage, num_microbatches)
 
 
+@settings(deadline=None)
 @given(
     stages=st.integers(1, 9),
     num_microbatches=st.integers(1, 20),
