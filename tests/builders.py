@@ -23,6 +23,7 @@ SMALL: dict[str, Any] = {
         "max_seq_len": 128,
     },
     "train": {"steps": 10, "global_batch_size": 16, "micro_batch_size": 2, "seq_len": 128},
+    "data": {"path": None},
 }
 
 

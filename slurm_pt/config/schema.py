@@ -98,7 +98,7 @@ class TrainConfig:
 class DataConfig:
     """The training tokens."""
 
-    path: str | None = None
+    path: str | None = MISSING
     """Folder made by `slurm-pt data prepare`; null: the Python standard library's source."""
 
 

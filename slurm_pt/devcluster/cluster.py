@@ -188,7 +188,8 @@ class DevCluster:
         """
         self._require_node(name)
         find = self._finder(name)
-        end_processes(lambda: [p for p in find() if p.is_daemon])
+        # The keepers of the steps first: one that outlives its tasks reports them as failed.
+        end_processes(lambda: [p for p in find() if p.is_on_node])
         end_processes(find)
         if noticed:
             reason = "Reason=Not responding"

@@ -18,7 +18,7 @@ NAN = float("nan")
 def problems_of(**changes):
     with pytest.raises(ConfigError) as caught:
         read_config(small_config(**changes))
-    return {problem.key: problem for problem in caught.value.problems}
+    return {problem.key: problem for problem in reversed(caught.value.problems)}
 
 
 def test_a_valid_configuration_becomes_frozen_and_typed():
