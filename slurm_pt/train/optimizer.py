@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -34,44 +35,60 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 class NamedAdamW:
     """torch's AdamW, whose moments are known by the parameters' names and exist from the start.
 
-    A checkpoint can so be loaded into a fresh one. Matrices decay, vectors do not.
+    A checkpoint can so be loaded into a fresh one. Matrices decay, vectors do not. It calls torch's
+    functional form: building a torch.optim.Optimizer imports torch._dynamo, which costs every
+    rank more than two seconds at each start.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig):
         self.parameters = dict(parameters)
-        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
-        vectors = [p for p in self.parameters.values() if p.ndim < 2]
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": matrices, "weight_decay": config.weight_decay},
-                {"params": vectors, "weight_decay": 0.0},
-            ],
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-        )
-        for parameter in self.parameters.values():
-            self.adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
+        self.config = config
+        self.moments = {
+            name: (torch.zeros_like(parameter), torch.zeros_like(parameter))
+            for name, parameter in self.parameters.items()
+        }
+        # On the CPU whatever the device, as in torch.optim: reading them must not wait for a GPU.
+        self.steps = {name: torch.zeros((), dtype=torch.float32) for name in self.parameters}
 
+    @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients."""
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+        matrices = [name for name, parameter in self.parameters.items() if parameter.ndim >= 2]
+        vectors = [name for name, parameter in self.parameters.items() if parameter.ndim < 2]
+        self._update(matrices, lr, weight_decay=self.config.weight_decay)
+        self._update(vectors, lr, weight_decay=0.0)
+
+    def _update(self, names: list[str], lr: float, *, weight_decay: float) -> None:
+        named = [(name, self.parameters[name]) for name in names]
+        trained = [(name, p, p.grad) for name, p in named if p.grad is not None]
+        if not trained:
+            return
+        adamw(
+            [parameter.data for _, parameter, _ in trained],
+            [gradient for _, _, gradient in trained],
+            [self.moments[name][0] for name, _, _ in trained],
+            [self.moments[name][1] for name, _, _ in trained],
+            [],
+            [self.steps[name] for name, _, _ in trained],
+            foreach=True,
+            amsgrad=False,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
 
     def state_tensors(self) -> dict[str, Tensor]:
         """The moments themselves, not copies, as `exp_avg/<name>` and `exp_avg_sq/<name>`."""
         return {
-            f"{moment}/{name}": self.adamw.state[parameter][moment]
-            for name, parameter in self.parameters.items()
-            for moment in ("exp_avg", "exp_avg_sq")
+            f"{kind}/{name}": moment
+            for name, moments in self.moments.items()
+            for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
         }
 
     def set_step(self, steps: int) -> None:
         """Tell it how many updates were made, after moments were loaded into `state_tensors`."""
-        for state in self.adamw.state.values():
-            state["step"].fill_(float(steps))
+        for count in self.steps.values():
+            count.fill_(float(steps))
