@@ -5,8 +5,10 @@ stop. Our trainer is built on it, and a loop of your own can be.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -159,6 +161,14 @@ class Run:
                 report=self._report_checkpoint,
             )
         return self._checkpointer
+
+    def prepare_to_save(self) -> None:
+        """Loads, beside the first steps, the code that the first save needs.
+
+        It takes seconds to import, which a preempted job does not have.
+        """
+        name = "slurm_pt.checkpoint.tensor_files"
+        threading.Thread(target=importlib.import_module, args=(name,), daemon=True).start()
 
     def save_interval_is_over(self) -> bool:
         """Whether a periodic save is due by this rank's clock; rank 0's is the one to ask."""

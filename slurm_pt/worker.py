@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig, RunConfig, read_config, read_job_config
-from slurm_pt.errors import LaunchError, RunFinishedError, RunFolderError, SlurmPtError
+from slurm_pt.errors import CheckpointError, LaunchError, RunFinishedError, RunFolderError, SlurmPtError
 from slurm_pt.launch.attempt import begin_attempt
 from slurm_pt.launch.environment import RankInfo, check_world, read_rank
 from slurm_pt.launch.preemption import StopRequest, listen, shield
@@ -264,6 +264,7 @@ def train(cfg: Any) -> dict[str, Any] | None:
     run.timings_s |= clock.parts_s
     if run.should_stop():  # asked to stop before there was anything new to save
         return None
+    run.prepare_to_save()
     end = trainer.train(run, first_step)
     if end.stopped:
         trainer.save_and_stop(run, end.step)
@@ -349,9 +350,14 @@ class _Trainer:
         """The last save before the nodes are taken, if it fits into the time that is left."""
         run.step = step
         notice = run.accept_stop()
-        run.checkpointer.wait()  # a periodic save under way comes first
-        if run.last_save_fits(notice):
+        run.checkpointer.close()  # a periodic save under way comes first
+        if not run.last_save_fits(notice):
+            return
+        try:
             self.save(run, step)
+        except CheckpointError as error:
+            # A full disk, say. It is on record; the next attempt resumes from an older step.
+            _say(f"the last save failed, the last committed step counts: {error}")
 
 
 def _build(run: Run, config: RunConfig) -> _Trainer:

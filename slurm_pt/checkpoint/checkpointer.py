@@ -290,6 +290,7 @@ class Checkpointer:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+        from slurm_pt.checkpoint.block import BlockSavePlanner
         from slurm_pt.checkpoint.tensor_files import TensorFileWriter
 
         writer = TensorFileWriter(temporary, self._groups.rank)
@@ -297,6 +298,7 @@ class Checkpointer:
             dcp_save(
                 state.save_tree(save.tensors, save.shard_dims, self._groups),
                 storage_writer=writer,
+                planner=BlockSavePlanner(),
                 process_group=self._groups.background,
             )
         except CheckpointException as error:  # not an Exception: it would end the thread
@@ -404,6 +406,7 @@ class Checkpointer:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+        from slurm_pt.checkpoint.block import BlockLoadPlanner
         from slurm_pt.checkpoint.tensor_files import TensorFileReader
 
         tp = self._groups.layout.tp
@@ -419,6 +422,7 @@ class Checkpointer:
             dcp_load(
                 dict(state.save_tree(tensors, shard_dims, self._groups)),
                 storage_reader=TensorFileReader(path, index),
+                planner=BlockLoadPlanner(),
                 process_group=self._groups.background,
             )
         except CheckpointException as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,29 +27,23 @@ def save_tree(
     tensors: Mapping[str, Tensor],
     shard_dims: Mapping[str, int | None],
     groups: ProcessGroups,
-) -> dict[str, Tensor]:
+) -> dict[str, Any]:
     """The state dict for DCP, to save from or to load into; it shares the tensors' memory.
 
-    A tensor that is split over the tensor group becomes a DTensor, which tells DCP where the part
+    A tensor that is split over the tensor group becomes a Block, which tells DCP where the part
     lies in the whole. Any other is replicated, and stays what it is.
     """
-    if groups.layout.tp == 1 or not tensors:
-        return {name: tensor.detach() for name, tensor in tensors.items()}
-    # DTensor takes as long to import as DCP does (2 s): not before the first save or load.
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
+    from slurm_pt.checkpoint.block import Block
 
-    # from_local copies a tensor that is not on the mesh's kind of device, and a load into a copy
-    # is lost: so the mesh is on the device of the tensors, which all are on one.
-    device_type = next(iter(tensors.values())).device.type
-    mesh = DeviceMesh.from_group(groups.tp, device_type)
-    tree: dict[str, Tensor] = {}
+    tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
         dim = shard_dims.get(name)
-        if dim is None:
+        if dim is None or groups.layout.tp == 1:
             tree[name] = tensor.detach()
         else:
-            tree[name] = DTensor.from_local(tensor.detach(), mesh, [Shard(dim)], run_check=False)
+            tree[name] = Block.of_rank(
+                tensor.detach(), dim=dim, tp=groups.layout.tp, tp_rank=groups.place.tp_rank
+            )
     return tree
 
 

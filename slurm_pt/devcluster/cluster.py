@@ -275,9 +275,9 @@ class DevCluster:
         state = read_state(self._paths)
         namespaces = frozenset[str]()
         if state is not None and state.site.node_hostnames:
-            namespaces = node_namespaces(read_processes(), folder=self.folder, node=node)
+            namespaces = node_namespaces(read_processes(self.folder), folder=self.folder, node=node)
         return lambda: select_cluster(
-            read_processes(),
+            read_processes(self.folder),
             folder=self.folder,
             slurm_conf=self.slurm_conf,
             node=node,

@@ -79,7 +79,7 @@ def find_daemon(paths: ClusterPaths, role: str) -> Process | None:
     noted = require_state(paths).pids.get(role)
     running = [
         process
-        for process in read_processes()
+        for process in read_processes(paths.folder)
         if process.folder == str(paths.folder)
         and process.role == role
         # Before it becomes the daemon, the noted process is a shell for a moment.

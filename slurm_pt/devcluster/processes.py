@@ -1,10 +1,11 @@
 """Which processes belong to a cluster, how daemons are started and how all of them are ended.
 
-A process is known by its environment, never by its name: every daemon is started with two
-variables of ours, which its children inherit (`slurmstepd` is one, although it is reparented at
-once); and a job's process has this cluster's SLURM_CONF together with the node's name. A user's
-shell has SLURM_CONF too, but no node name, and is left alone. A job's process that cleared its
-environment and left its parents is still known where nodes have a mount namespace of their own.
+A process is known by what it has from us, never by its name. Every daemon is started with two
+variables of ours, which its children inherit. `slurmstepd` is one of them, although reparented at
+once; since 24.11 it clears its environment, and is known by the socket it keeps in our folder. A
+job's process has this cluster's SLURM_CONF together with the node's name. A user's shell has
+SLURM_CONF too, but no node name, and is left alone. A job's process that cleared its environment
+and left its parents is still known where nodes have a mount namespace of their own.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,16 +62,54 @@ def program_of(role: str) -> str:
     return role.partition("-")[0]
 
 
-def read_processes() -> list[Process]:
-    """The processes whose environment may be read; the others are never ours."""
+def read_processes(folder: Path) -> list[Process]:
+    """The processes that we may look at, told apart for the cluster in `folder`.
+
+    What may not be looked at belongs to another user, and so is not the cluster's.
+    """
+    sockets = _step_sockets(folder)
     found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
             try:
-                found.append(_read_process(folder))
+                process = _read_process(entry)
+                node = "" if process.folder else _keeps_one_of(entry, sockets)
+                if node:
+                    role, program = f"slurmd-{node}", _program_in(entry)
+                    process = replace(process, folder=str(folder), role=role, program=program)
             except OSError:  # it has just ended, or belongs to somebody else
                 continue
+            found.append(process)
     return found
+
+
+def _step_sockets(folder: Path) -> dict[str, str]:
+    """Open sockets in the nodes' spool folders, as links in /proc/PID/fd name them, to the node."""
+    spool = f"{folder}/spool/"
+    sockets = {}
+    for line in Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]:
+        fields = line.split(maxsplit=7)
+        if len(fields) == 8 and fields[7].startswith(spool):
+            sockets[f"socket:[{fields[6]}]"] = fields[7].removeprefix(spool).partition("/")[0]
+    return sockets
+
+
+def _keeps_one_of(entry: Path, sockets: Mapping[str, str]) -> str:
+    """The node of the socket that the process holds; empty if it holds none of them."""
+    if not sockets:
+        return ""
+    for link in (entry / "fd").iterdir():
+        try:
+            node = sockets.get(str(link.readlink()))
+        except OSError:  # closed meanwhile
+            continue
+        if node:
+            return node
+    return ""
+
+
+def _program_in(entry: Path) -> str:
+    return (entry / "exe").readlink().name.removesuffix(" (deleted)")
 
 
 def _read_process(folder: Path) -> Process:
@@ -79,7 +118,7 @@ def _read_process(folder: Path) -> Process:
     after_name = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
     program = ""
     if FOLDER_MARK in environ:
-        program = (folder / "exe").readlink().name.removesuffix(" (deleted)")
+        program = _program_in(folder)
     return Process(
         pid=int(folder.name),
         parent=int(after_name[1]),

@@ -40,8 +40,8 @@ def make_plan(config: JobConfig) -> Plan:
     if dp is None:
         dp = max(1, slurm.nodes * most // model_ranks) if slurm.nodes and most else 1
     layout = ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=dp)
-    nodes = slurm.nodes or (-(-layout.world_size // most) if most else 1)
-    problems = list(_world_problems(layout, nodes, most))
+    nodes = slurm.nodes or _fewest_nodes(layout, most)
+    problems = _world_problems(layout, nodes, most)
     ranks_per_node = max(1, layout.world_size // nodes)
     if not problems and not parallel.allow_tp_across_nodes and ranks_per_node % parallel.tp:
         problems.append(_tensor_group_across_nodes(parallel.tp, ranks_per_node))
@@ -72,24 +72,36 @@ def make_plan(config: JobConfig) -> Plan:
     )
 
 
+def _fewest_nodes(layout: ParallelLayout, most: int | None) -> int:
+    """As few nodes as hold the ranks evenly; tensor groups stay inside a node where that can be."""
+    world = layout.world_size
+    least = -(-world // most) if most else 1
+    even = [nodes for nodes in range(least, world + 1) if world % nodes == 0]
+    return next((nodes for nodes in even if world // nodes % layout.tp == 0), even[0])
+
+
 def _world_problems(layout: ParallelLayout, nodes: int, most: int | None) -> list[Problem]:
     world = layout.world_size
+    if _holds(world, nodes, most):
+        return []
     degrees = f"tp={layout.tp} * pp={layout.pp} * dp={layout.dp} = {world} ranks"
-    model_ranks = layout.tp * layout.pp
     if world % nodes:
-        dp_that_fits = max(1, world // nodes) * nodes
-        fix = f"set slurm.nodes to a divisor of {world}"
-        if dp_that_fits % model_ranks == 0:
-            fix += f", or parallel.dp={dp_that_fits // model_ranks}"
-        return [Problem("slurm.nodes", nodes, f"{degrees} cannot be spread evenly over it", fix)]
-    if most and world // nodes > most:
-        available = nodes * most
-        fix = f"set slurm.nodes={-(-world // most)}"
-        if available // model_ranks:
-            fix += f", or parallel.dp={available // model_ranks}"
-        rule = f"{degrees}, but {nodes} nodes of {most} ranks hold {available}"
-        return [Problem("slurm.nodes", nodes, rule, fix)]
-    return []
+        rule = f"{degrees} cannot be spread evenly over it"
+    else:
+        rule = f"{degrees}, but {nodes} nodes of {most} ranks hold {nodes * (most or 0)}"
+    fitting = [number for number in range(1, world + 1) if _holds(world, number, most)]
+    fix = f"set slurm.nodes={min(fitting, key=lambda number: abs(number - nodes))}"
+    model_ranks = layout.tp * layout.pp
+    degrees_that_fit = [
+        dp for dp in range(1, layout.dp + nodes + 1) if _holds(dp * model_ranks, nodes, most)
+    ]
+    if degrees_that_fit:
+        fix += f", or parallel.dp={min(degrees_that_fit, key=lambda dp: abs(dp - layout.dp))}"
+    return [Problem("slurm.nodes", nodes, rule, fix)]
+
+
+def _holds(world: int, nodes: int, most: int | None) -> bool:
+    return world % nodes == 0 and (most is None or world // nodes <= most)
 
 
 def _tensor_group_across_nodes(tp: int, ranks_per_node: int) -> Problem:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # DTensor imports it, for seconds: here, before the launcher forks the ranks
+
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor

@@ -19,7 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-import torch._dynamo  # DTensor imports it, for seconds: here once, not in every forked rank
+
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor

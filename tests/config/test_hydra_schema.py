@@ -52,11 +52,6 @@ def test_every_choice_composes_and_passes_the_door(group, choice):
     make_plan(read_config(compose("config", overrides=overrides)))
 
 
-@pytest.mark.parametrize("choice", [path.stem for path in (CONFIGS / "experiment").glob("*.yaml")])
-def test_every_experiment_composes_and_passes_the_door(choice):
-    make_plan(read_config(compose("config", overrides=[f"+experiment={choice}"])))
-
-
 def test_the_job_part_alone_composes_for_a_program_of_ones_own():
     assert read_job_config(compose("job")) == JobConfig()
 

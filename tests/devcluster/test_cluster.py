@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import time
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 
 from slurm_pt.devcluster import DevCluster, DevClusterConfig, wait_until
 from slurm_pt.devcluster.processes import read_processes
 from slurm_pt.errors import DevClusterError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 pytestmark = pytest.mark.slurm
 
@@ -29,7 +26,7 @@ def traces_of(cluster: DevCluster) -> list[int]:
     """The pids of all processes that have to do with the cluster, jobs' processes included."""
     return [
         process.pid
-        for process in read_processes()
+        for process in read_processes(cluster.folder)
         if process.folder == str(cluster.folder) or process.slurm_conf == str(cluster.slurm_conf)
     ]
 
@@ -66,15 +63,34 @@ def test_a_cluster_comes_up_quickly_and_goes_without_a_trace(start_devcluster, t
     )
     assert wait_until(lambda: (tmp_path / "pids").exists(), timeout_s=20)
     assert wait_until(lambda: len(job_processes(cluster)) >= 3, timeout_s=20)
-    assert set(status.daemons.values()) <= set(traces_of(cluster))
+    before = set(traces_of(cluster))
+    assert set(status.daemons.values()) <= before
+    # Eight daemons and slurmctld's helper, two keepers of steps, and the job's processes.
+    assert len(before) >= 8 + 1 + 2 + 3
+    keepers = {p.pid for p in read_processes(cluster.folder) if "stepd" in p.program}
+    assert len(keepers) >= 2
     assert cluster.down()
     assert traces_of(cluster) == []
+    # Asked without what marks them: a step's keeper loses its socket with the folder.
+    assert not [pid for pid in before | keepers if is_alive(pid)]
     assert not cluster.folder.exists()
     assert not cluster.exists
 
 
+def is_alive(pid: int) -> bool:
+    """Whether the process is there and no zombie, which only its parent can remove."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def job_processes(cluster: DevCluster) -> list[int]:
-    return [p.pid for p in read_processes() if p.node and p.slurm_conf == str(cluster.slurm_conf)]
+    return [
+        p.pid
+        for p in read_processes(cluster.folder)
+        if p.node and p.slurm_conf == str(cluster.slurm_conf)
+    ]
 
 
 def test_a_process_that_hid_from_slurm_ends_with_the_cluster(start_devcluster, tmp_path):
@@ -86,9 +102,11 @@ def test_a_process_that_hid_from_slurm_ends_with_the_cluster(start_devcluster, t
     pid = tmp_path / "pid"
     assert wait_until(lambda: pid.exists() and pid.read_text() != "", timeout_s=20)
     hidden = int(pid.read_text())
-    assert hidden in [process.pid for process in read_processes()]
+    assert hidden in [process.pid for process in read_processes(cluster.folder)]
     cluster.down()
-    assert hidden not in [p.pid for p in read_processes() if p.namespace.startswith("mnt")]
+    assert hidden not in [
+        p.pid for p in read_processes(cluster.folder) if p.namespace.startswith("mnt")
+    ]
 
 
 def test_a_job_runs_on_four_nodes_each_with_its_own_name_and_gpus(devcluster):

@@ -76,7 +76,7 @@ def test_a_daemon_is_no_child_of_ours_and_hears_an_interrupt(tmp_path):
     )
 
     def ours() -> list[Process]:
-        return select_cluster(read_processes(), folder=tmp_path, slurm_conf=tmp_path / "no")
+        return select_cluster(read_processes(tmp_path), folder=tmp_path, slurm_conf=tmp_path / "no")
 
     assert wait_until(lambda: output.exists() and output.read_text() != "", timeout_s=10)
     try:

@@ -12,6 +12,9 @@ from slurm_pt.plan import ParallelLayout, Plan, make_plan
 from tests.builders import read_job, read_small
 
 
+SIX = {"train__global_batch_size": 6}
+
+
 def problem_of(config):
     with pytest.raises(ConfigError) as caught:
         make_plan(config)
@@ -30,6 +33,10 @@ def problem_of(config):
         ({"slurm__nodes": 2, "cluster__ranks_per_node": 4, "parallel__tp": 2}, (2, 1, 4), 2, 4, 2),
         # As few nodes of two ranks as hold eight.
         ({"parallel__dp": 8, "cluster__ranks_per_node": 2}, (1, 1, 8), 4, 2, 1),
+        # Three ranks do not go evenly on two nodes of two; a tensor group of four not on six ranks.
+        ({"parallel__dp": 3, "cluster__ranks_per_node": 2, **SIX}, (1, 1, 3), 3, 1, 1),
+        ({"parallel__tp": 4, "parallel__dp": 3, "cluster__ranks_per_node": 6, **SIX},
+         (4, 1, 3), 3, 4, 1),
         ({"parallel__dp": 4, "slurm__nodes": 2}, (1, 1, 4), 2, 2, 2),
         ({"slurm__nodes": 1, "slurm__gpus_per_node": 8}, (1, 1, 8), 1, 8, 1),
     ],
@@ -62,7 +69,7 @@ def test_ranks_that_do_not_spread_evenly_are_refused_with_numbers():
     problem = problem_of(read_small(parallel__dp=3, slurm__nodes=2, train__global_batch_size=12))
     assert str(problem) == (
         "slurm.nodes=2: tp=1 * pp=1 * dp=3 = 3 ranks cannot be spread evenly over it. To fix: set "
-        "slurm.nodes to a divisor of 3, or parallel.dp=2."
+        "slurm.nodes=1, or parallel.dp=2."
     )
 
 
