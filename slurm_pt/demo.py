@@ -55,6 +55,7 @@ def run_demo(*, folder: Path | None, keep: bool) -> int:
     try:
         environ = dict(os.environ) if cluster is None else cluster.environment()
         environ |= {"OMP_NUM_THREADS": "1"}
+        environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
         demo = _Demo(console, place, environ, cluster)
         good = demo.on_slurm() if cluster is not None else demo.locally()
     finally:
@@ -99,7 +100,8 @@ class _Demo:
         self._wait_for(lambda: all(_ended(run, 0) for run in runs), "the runs to commit and leave")
         self._show(["squeue", "-o", "%.8i %.10q %.10T %.6D %r"])
         self._wait_for(lambda: all(run.done.exists() for run in runs), "both runs to finish")
-        self._show([sys.executable, "-m", "slurm_pt.cli", "status", str(root)])
+        self._wait_for(lambda: not self._waiting_or_running(), "Slurm to let go of them")
+        self._show(["slurm-pt", "status", str(root)])
         self.console.print("\nThe same sweep, undisturbed:")
         self._submit(reference, *ON_SLURM, "slurm.qos=high")
         undisturbed = find_runs([reference])
@@ -135,6 +137,12 @@ class _Demo:
         self.console.print((answer.stdout + answer.stderr).rstrip(), markup=False)
         if answer.returncode != 0:
             raise DemoError(f"{command[0]} ended with {answer.returncode}")
+
+    def _waiting_or_running(self) -> str:
+        command = ["squeue", "-h", "-o", "%i"]
+        return subprocess.run(
+            command, env=self.environ, capture_output=True, text=True, timeout=60, check=True
+        ).stdout
 
     def _wait_for(self, condition: Callable[[], bool], what: str) -> None:
         began = time.monotonic()

@@ -137,10 +137,10 @@ class Run:
 
     def _ask_for_cause(self) -> StopNotice:
         """Slurm's own times, in one RPC. No answer is no reason to wait: the grace is running."""
-        if self.info.job_key is None:
+        if self.info.requeue_key is None:
             return StopNotice(StopCause.unknown, None)
         try:
-            view = self.client.query_stop(self.info.job_key)
+            view = self.client.query_stop(self.info.requeue_key)
         except SubmitError:
             view = None
         cause = stop_cause(view, now=time.time(), signal_lead_s=self.config.slurm.signal_lead_s)

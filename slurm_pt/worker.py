@@ -112,7 +112,7 @@ def _start(cfg: Any, config: JobConfig) -> Run:
         heartbeat=make_heartbeat(
             folder, config.monitor, rank=info.rank, host=socket.gethostname(), attempt=number
         ),
-        comment=JobComment(client, info.job_key, config.monitor.comment_s),
+        comment=JobComment(client, info.requeue_key, config.monitor.comment_s),
         client=client,
         nonce=owner_nonce(attempt),
         by_hand="SLURM_PT_ATTEMPT_DIR" not in os.environ,

@@ -30,7 +30,7 @@ from slurm_pt.launch.preemption import StopCause, stop_cause
 from slurm_pt.owner import release_ownership, take_ownership, this_process
 from slurm_pt.plan import Plan
 from slurm_pt.run_dir import AttemptDir, RunDir, find_json, open_run, read_json, write_json
-from slurm_pt.submit.environment import slurm_job_key
+from slurm_pt.submit.environment import slurm_job_key, slurm_requeue_key
 from slurm_pt.submit.slurm import SlurmClient
 
 REQUEUE_PAUSES_S = (1, 2, 4, 8, 15, 30, 60, 60, 60, 60)
@@ -127,7 +127,7 @@ def _history(run: RunDir, *, before: int) -> list[PastAttempt]:
 
 def _end_in_slurm(attempt: AttemptDir, srun_code: int) -> int:
     client = SlurmClient()
-    job_key = slurm_job_key(os.environ)
+    job_key = slurm_requeue_key(os.environ)
     run = RunDir(attempt.path.parent.parent)
     cause = StopCause.unknown
     if srun_code != 0 and job_key is not None:

@@ -18,14 +18,13 @@ from slurm_pt.launch.launchers import (
     read_integer,
 )
 from slurm_pt.plan.layout import ParallelLayout
-from slurm_pt.submit.environment import clean_environment
+from slurm_pt.submit.environment import slurm_job_key, slurm_requeue_key
 
 __all__ = [
     "Launcher",
     "RankInfo",
     "affinity_warning",
     "check_world",
-    "clean_environment",
     "pick_device_index",
     "rank_host",
     "read_rank",
@@ -50,8 +49,10 @@ class RankInfo:
     ranks_per_node: tuple[int, ...] = ()
     """In node order, ranks numbered node after node; empty: the launcher does not tell."""
     job_id: str | None = None
-    array_job_id: str | None = None
-    array_task_id: str | None = None
+    job_key: str | None = None
+    """The job as squeue prints it: `ARRAY_TASK` for a task of an array."""
+    requeue_key: str | None = None
+    """The id that changes this job and no other."""
     step_id: str | None = None
     restart_count: int = 0
     """Slurm's, or torchrun's where there is no Slurm."""
@@ -74,23 +75,6 @@ class RankInfo:
                 f"all be right. To fix: unset what an outer launcher left in the environment."
             )
 
-    @property
-    def job_key(self) -> str | None:
-        """The job as squeue prints it: `ARRAYJOB_TASK` for a task of an array."""
-        if self.array_job_id is not None and self.array_task_id is not None:
-            return f"{self.array_job_id}_{self.array_task_id}"
-        return self.job_id
-
-    @property
-    def requeue_key(self) -> str | None:
-        """The id that changes this job and no other, whatever an outer job left behind.
-
-        sbatch hands SLURM_ARRAY_* of an outer array task on to a plain job (seen in 22.05.8), and
-        `ARRAYJOB_TASK` then names the outer task. SLURM_JOB_ID is always the job's own; of an
-        array it is one task's, save for the task whose id is the whole array's.
-        """
-        return self.job_key if self.job_id == self.array_job_id else self.job_id
-
 
 def read_rank(environ: Mapping[str, str]) -> RankInfo:
     """The place of the process with this environment. Raises LaunchError rather than guess."""
@@ -106,8 +90,8 @@ def read_rank(environ: Mapping[str, str]) -> RankInfo:
         hosts=chosen.hosts,
         ranks_per_node=chosen.ranks_per_node,
         job_id=environ.get("SLURM_JOB_ID") or environ.get("SLURM_JOBID"),
-        array_job_id=environ.get("SLURM_ARRAY_JOB_ID"),
-        array_task_id=environ.get("SLURM_ARRAY_TASK_ID"),
+        job_key=slurm_job_key(environ),
+        requeue_key=slurm_requeue_key(environ),
         step_id=environ["SLURM_STEP_ID"] if is_in_step(environ) else None,
         restart_count=_restart_count(environ),
     )

@@ -32,29 +32,40 @@ def ask_squeue(*, max_age_s: float) -> SqueueAnswer:
     """The user's jobs; asks the controller only if the last answer is older than `max_age_s`."""
     client = SlurmClient()
     if not client.is_available():
-        return SqueueAnswer({}, "no Slurm here: local runs only")
+        # Not "no jobs": a run that was submitted elsewhere may well be running.
+        return SqueueAnswer(None, "no Slurm here: only local runs have a state")
     path = _cache_path()
+    if path is None:
+        return _ask(client)
     with _locked(path.with_suffix(".lock")):  # of many terminals one asks, the others read
         cached = _read(path, max_age_s)
         if cached is not None:
             return SqueueAnswer(cached)
-        try:
-            jobs = client.query_my_jobs()
-        except SubmitError as error:
-            return SqueueAnswer(None, f"states unknown, figures as last written: {error}")
-        _write(path, jobs)
-    return SqueueAnswer(jobs)
+        answer = _ask(client)
+        if answer.jobs is not None:
+            _write(path, answer.jobs)
+    return answer
 
 
-def _cache_path() -> Path:
-    """Private to the user and to the cluster that SLURM_CONF names."""
+def _ask(client: SlurmClient) -> SqueueAnswer:
+    try:
+        return SqueueAnswer(client.query_my_jobs())
+    except SubmitError as error:
+        return SqueueAnswer(None, f"states unknown, figures as last written: {error}")
+
+
+def _cache_path() -> Path | None:
+    """Private to the user and to the cluster that SLURM_CONF names; None: there is no place."""
     cluster = hashlib.sha256(os.environ.get("SLURM_CONF", "").encode()).hexdigest()[:8]
-    place = os.environ.get("XDG_RUNTIME_DIR")
-    folder = Path(place) if place else Path(tempfile.gettempdir()) / f"slurm_pt-{os.getuid()}"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():  # somebody else made it in the shared /tmp
-        folder = Path(tempfile.mkdtemp(prefix="slurm_pt-"))
-    return folder / f"squeue-{cluster}.json"
+    place = os.environ.get("XDG_RUNTIME_DIR")  # set, but not there, on nodes without a login
+    shared = Path(tempfile.gettempdir()) / f"slurm_pt-{os.getuid()}"
+    for folder in [Path(place), shared] if place else [shared]:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            # In the shared /tmp somebody else may have made it.
+            if folder.lstat().st_uid == os.getuid() and os.access(folder, os.W_OK):
+                return folder / f"squeue-{cluster}.json"
+    return None
 
 
 def _read(path: Path, max_age_s: float) -> dict[str, JobView] | None:

@@ -25,6 +25,8 @@ def cancel_run(run: RunDir, client: SlurmClient) -> str:
         client.cancel(job["job_key"])
         return f"cancelled job {job['job_key']}"
     pid = job["pid"]
+    if job["host"] != os.uname().nodename:
+        return f"its local launcher runs on {job['host']}: cancel it there"
     if pid_start_time(pid) != job["pid_start"]:
         return "its local launcher has ended already"
     os.kill(pid, signal.SIGTERM)

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 # it may use (SLURM_MEM_PER_CPU next to --mem is fatal to its first srun) and what squeue answers
 # (SQUEUE_FORMAT, SLURM_TIME_FORMAT).
 _PREFIXES = (
+    # Another launcher's word about the rank of this process is not true of the job's.
+    "GROUP_",
+    "OMPI_COMM_WORLD_",
+    "PMIX_",
+    "PMI_",
+    "TORCHELASTIC_",
     "SACCT_",
     "SALLOC_",
     "SBATCH_",
@@ -21,6 +27,9 @@ _PREFIXES = (
     "SLURM_",
     "SQUEUE_",
     "SRUN_",
+)
+_RANK_VARIABLES = frozenset(
+    {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "ROLE_RANK", "WORLD_SIZE"}
 )
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER"})
 _OURS = "SLURM_PT_"
@@ -33,15 +42,13 @@ def clean_environment(environ: Mapping[str, str], *, keep: Collection[str] = ())
         for name, value in environ.items()
         if name in _KEPT
         or name in keep
-        or not name.startswith((*_PREFIXES, _OURS))
         or name == f"{_OURS}DEVCLUSTER"
+        or not (name in _RANK_VARIABLES or name.startswith((*_PREFIXES, _OURS)))
     }
 
 
 def slurm_job_key(environ: Mapping[str, str]) -> str | None:
-    """The id of the job this process belongs to, safe for requeue and update; None outside one.
-
-    Of an array it is one task's: a bare array id can requeue every task.
+    """The id of the job this process belongs to, as squeue prints it; None outside one.
 
     >>> slurm_job_key({"SLURM_JOB_ID": "8", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"})
     '7_1'
@@ -50,3 +57,18 @@ def slurm_job_key(environ: Mapping[str, str]) -> str | None:
     if array and task:
         return f"{array}_{task}"
     return environ.get("SLURM_JOB_ID")
+
+
+def slurm_requeue_key(environ: Mapping[str, str]) -> str | None:
+    """The id that requeues this job and no other; None outside one.
+
+    A bare array id can requeue every task. And sbatch hands SLURM_ARRAY_* of an outer task on to a
+    plain job (seen in 22.05.8), so `ARRAY_TASK` may be the outer one: SLURM_JOB_ID is always the
+    job's own, and of an array one task's, save where it is the id of the whole.
+
+    >>> task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
+    >>> slurm_requeue_key({"SLURM_JOB_ID": "8", **task}), slurm_requeue_key({"SLURM_JOB_ID": "7", **task})
+    ('8', '7_1')
+    """
+    own = environ.get("SLURM_JOB_ID")
+    return slurm_job_key(environ) if own == environ.get("SLURM_ARRAY_JOB_ID") else own

@@ -66,7 +66,8 @@ def run_state(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunState:
     job: dict[str, Any] | None = find_json(run.job)
     key = job.get("job_key") if job else None
     view = jobs.get(key) if jobs is not None and key else None
-    if view is not None and view.phase in _FROM_JOB:
+    leaving = view is not None and view.state == "COMPLETING" and run.done.exists()
+    if view is not None and view.phase in _FROM_JOB and not leaving:
         return RunState(_FROM_JOB[view.phase], view.reason, key, view.state)
     if run.done.exists():
         return RunState(RunPhase.finished, "", key, view.state if view else None)

@@ -12,7 +12,7 @@ from slurm_pt.errors import ConfigError, Problem, RunFolderError, SubmitError
 from slurm_pt.owner import pid_start_time
 from slurm_pt.run_dir import RunDir, create_run, write_json
 from slurm_pt.submit.executor import LocalRunExecutor, SlurmRunExecutor, train_run
-from slurm_pt.submit.run_state import RunState, run_state
+from slurm_pt.submit.run_state import RunPhase, RunState, run_state
 from slurm_pt.submit.script import JobSpec, make_job_spec
 
 if TYPE_CHECKING:
@@ -68,10 +68,8 @@ def submit_points(
     """
     check_points(points)
     states = [(point, run_state(point.run, jobs)) for point in points]
-    new = [point for point, state in states if not (state.phase.is_alive or _is_done(state))]
-    already = tuple(
-        (p.run, state) for p, state in states if state.phase.is_alive or _is_done(state)
-    )
+    new = [point for point, state in states if _is_due(state)]
+    already = tuple((point.run, state) for point, state in states if not _is_due(state))
     if not new:
         return Submitted(None, (), already)
     for point in new:
@@ -84,8 +82,8 @@ def submit_points(
     return Submitted(folder, tuple(point.run for point in new), already)
 
 
-def _is_done(state: RunState) -> bool:
-    return state.phase.value == "finished"
+def _is_due(state: RunState) -> bool:
+    return not state.phase.is_alive and state.phase is not RunPhase.finished
 
 
 def _sweep_folder(points: Sequence[Point]) -> Path:
@@ -124,6 +122,7 @@ def _submit_to_slurm(folder: Path, points: Sequence[Point], client: SlurmClient)
             client.submit_test(script)
     submitted: list[str] = []
     for executor, members in executors:
+        asked_at = time.time()  # decisions before this belong to an earlier job
         try:
             jobs = executor.map_array(train_run, [point.run.path for point in members])
         except SubmitError as error:
@@ -134,7 +133,7 @@ def _submit_to_slurm(folder: Path, points: Sequence[Point], client: SlurmClient)
             submitted.append(job.job_id)
             record = {
                 "job_key": job.job_id,
-                "submitted": time.time(),
+                "submitted": asked_at,
                 "folder": str(executor.folder),
             }
             write_json(point.run.job, record)
@@ -144,9 +143,10 @@ def _submit_to_slurm(folder: Path, points: Sequence[Point], client: SlurmClient)
 def _submit_locally(folder: Path, points: Sequence[Point]) -> None:
     parallelism = points[0].config.slurm.array_parallelism or 1
     executor = LocalRunExecutor(folder, parallelism=parallelism)
+    asked_at = time.time()
     jobs = executor.map_array(train_run, [point.run.path for point in points])
     for point, job in zip(points, jobs, strict=True):
         pid = int(job.job_id)
-        record = {"pid": pid, "pid_start": pid_start_time(pid), "submitted": time.time()}
+        record = {"pid": pid, "pid_start": pid_start_time(pid), "submitted": asked_at}
         write_json(point.run.job, {**record, "folder": str(folder), "host": os.uname().nodename})
         point.run.record_event("submitted", pid=pid)

@@ -17,7 +17,6 @@ from slurm_pt.launch.environment import (
     RankInfo,
     affinity_warning,
     check_world,
-    clean_environment,
     pick_device_index,
     rank_host,
     read_rank,
@@ -25,6 +24,7 @@ from slurm_pt.launch.environment import (
     torch_environment,
 )
 from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.submit.environment import clean_environment
 
 # sbatch -N3 -n7, `env` in the batch shell
 BATCH_SHELL = {
