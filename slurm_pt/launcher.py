@@ -56,7 +56,8 @@ def launch_points(
     statuses = watch(runs, client=client, poll_s=points[0].config.monitor.poll_s, console=console)
     if statuses is None:  # Ctrl-C
         root = points[0].run.path.parent
-        console.print(f"Detached; the jobs go on. Come back with: slurm-pt status {root}")
+        back = f"Detached; the jobs go on. Come back with: slurm-pt status {root}"
+        console.print(back, soft_wrap=True, highlight=False)
         return [_pending(cfg, overrides, run) for (cfg, overrides), run in zip(composed, runs, strict=True)]
     return [
         _ended(cfg, overrides, status)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from copy import deepcopy
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig, RunConfig, read_config, read_job_config
 from slurm_pt.plan import make_plan
 from slurm_pt.run_dir import AttemptDir, RunDir, create_run, run_dir_of, write_json
 from slurm_pt.submit.slurm import JobView
 from slurm_pt.submit.sweep import Point
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 SMALL: dict[str, Any] = {
     "name": "gpt",

@@ -39,7 +39,9 @@ def beat(run, age_s: float) -> None:
 
 
 def litter(run) -> list[str]:
-    return [p.name for p in run.path.iterdir() if p.name.startswith(".owner.") and "after" not in p.name]
+    return [
+        p.name for p in run.path.iterdir() if p.name.startswith(".owner.") and "after" not in p.name
+    ]
 
 
 def test_the_first_owner_is_on_record_and_may_write(tmp_path):
@@ -162,7 +164,7 @@ def test_a_file_system_without_hard_links_is_told(tmp_path, monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "link", refuse)
-    with pytest.raises(RunFolderError, match="without hard links .* Set run_root"):
+    with pytest.raises(RunFolderError, match=r"without hard links .* Set run_root"):
         take_ownership(run, owner(), job_is_running=ENDED)
     assert litter(run) == []
 

@@ -79,7 +79,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_litter(tmp_path, monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(RunFolderError, match="No space left on device. Free some space"):
+    with pytest.raises(RunFolderError, match=r"No space left on device\. Free some space"):
         write_json(path, {"old": False})
     assert read_json(path) == {"old": True}
     assert list(tmp_path.iterdir()) == [path]

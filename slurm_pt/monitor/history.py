@@ -44,12 +44,15 @@ def read_history(run: RunDir) -> RunHistory:
     )
 
 
-def first_difference(run: RunDir, other: RunDir) -> str | None:
-    """Where two runs' losses or gradient norms differ in any bit; None if nowhere."""
+def first_difference(run: RunDir, other: RunDir, *, up_to: int | None = None) -> str | None:
+    """Where two runs' losses or gradient norms differ in any bit; None if nowhere.
+
+    Over all steps, or the first `up_to` of two runs of which one went on for longer.
+    """
     mine, others = _losses(run), _losses(other)
     if not mine:
         return f"{run.metrics} holds no step"
-    for step in sorted(mine.keys() | others.keys()):
+    for step in sorted(mine.keys() | others.keys()) if up_to is None else range(1, up_to + 1):
         if mine.get(step) != others.get(step):
             return f"step {step}: {mine.get(step)} in {run.name}, {others.get(step)} in the other"
     return None

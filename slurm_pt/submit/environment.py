@@ -29,7 +29,15 @@ _PREFIXES = (
     "SRUN_",
 )
 _RANK_VARIABLES = frozenset(
-    {"LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "ROLE_RANK", "WORLD_SIZE"}
+    {
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "ROLE_RANK",
+        "WORLD_SIZE",
+    }
 )
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER"})
 _OURS = "SLURM_PT_"
@@ -67,8 +75,8 @@ def slurm_requeue_key(environ: Mapping[str, str]) -> str | None:
     job's own, and of an array one task's, save where it is the id of the whole.
 
     >>> task = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}
-    >>> slurm_requeue_key({"SLURM_JOB_ID": "8", **task}), slurm_requeue_key({"SLURM_JOB_ID": "7", **task})
-    ('8', '7_1')
+    >>> [slurm_requeue_key({"SLURM_JOB_ID": own, **task}) for own in ("8", "7")]
+    ['8', '7_1']
     """
     own = environ.get("SLURM_JOB_ID")
     return slurm_job_key(environ) if own == environ.get("SLURM_ARRAY_JOB_ID") else own

@@ -58,7 +58,12 @@ def make_job_spec(config: JobConfig, plan: Plan) -> JobSpec:
             options[name.replace("_", "-")] = None
         elif value is not False:
             _add(options, name, value)
-    srun = ["--kill-on-bad-exit=1", "--distribution=block", f"--cpu-bind={slurm.cpu_bind}", "--unbuffered"]
+    srun = [
+        "--kill-on-bad-exit=1",
+        "--distribution=block",
+        f"--cpu-bind={slurm.cpu_bind}",
+        "--unbuffered",
+    ]
     if slurm.cpus_per_task is not None:
         # Since 22.05 srun does not inherit it from sbatch.
         srun.append(f"--cpus-per-task={slurm.cpus_per_task}")

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 _NO_ANSWER = re.compile(
     r"timed out|connection (?:refused|reset)|unable to contact|communication|"
     r"controller.*(?:down|not respond)|configuration source|"
+    r"unexpected message received|"  # all that scontrol requeue says of a controller that is away
     r"slurm_load_jobs error: (?!Invalid job id|Invalid user)",
     re.IGNORECASE,
 )
@@ -104,7 +105,8 @@ class SlurmClient:
     def query_stop(self, job_key: str, *, timeout_s: float = 5.0) -> StopView | None:
         """When and why a job is about to end; None if the controller does not know it."""
         fields = "State:32,EndTime:32,PreemptTime:32,Reason:32"
-        command = ["squeue", "-h", "-j", job_key, "-O", fields]
+        # Without `-t all` a job that has just ended is not listed.
+        command = ["squeue", "-h", "-t", "all", "-j", job_key, "-O", fields]
         try:
             return parse_stop(self._ask(command, timeout_s=timeout_s))
         except UnknownJobError:

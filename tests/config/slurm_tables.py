@@ -40,7 +40,7 @@ MEMORY_REFUSED = [
     "1e3",
     "G",
     "null",
-    "１G",
+    "\uff11G",  # a full-width digit
     "9" * 20,
 ]
 
@@ -62,7 +62,7 @@ TIME_S = {
     "1-2:30": 95400,
     "1-2:30:30": 95460,
     "1-00:00:00": 86400,
-    "366-0": 31622400,
+    "365-0": 31536000,
     "0": None,
     "00": None,
     "00:00": None,
@@ -73,7 +73,10 @@ TIME_S = {
     "UNLIMITED": None,
     "Unlimited": None,
 }
-"""Text to seconds; None is no limit. Slurm counts whole minutes, rounded up."""
+"""Text to seconds; None is no limit. Slurm counts whole minutes, rounded up.
+
+Of a limit above 365 days squeue prints INVALID, although it holds.
+"""
 
 TIME_REFUSED = [
     "",
@@ -94,7 +97,7 @@ TIME_REFUSED = [
     "INVALID",
     "NOT_SET",
     "0x10",
-    "１",
+    "\uff11",
 ]
 
 TIME_ONLY_SLURM_TAKES = ["1-", "-5", "-0", "35791394", "99999999"]

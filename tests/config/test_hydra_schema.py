@@ -1,4 +1,4 @@
-"""Our groups through Hydra itself: they compose, and Hydra refuses what the schema does not know."""
+"""Our groups through Hydra itself: they compose, and what the schema does not know is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from slurm_pt.errors import ConfigError
 from slurm_pt.plan import make_plan
 
 CONFIGS = Path(__file__).parents[2] / "hydra_configs"
-GROUP_FILES = sorted(
-    (path.parent.name, path.stem) for path in CONFIGS.glob("*/*.yaml")
-)
+GROUP_FILES = sorted((path.parent.name, path.stem) for path in CONFIGS.glob("*/*.yaml"))
 # What else is needed where a choice does not fit the defaults (model=tiny, train=short).
 COMPANIONS = {
     ("train", "gpt2"): ["model=gpt2_124m"],

@@ -12,7 +12,7 @@ from slurm_pt.config.slurm_values import (
     render_duration,
     suggest_memory,
 )
-from tests.config.slurm_tables import MEMORY, MEMORY_REFUSED, TIME_S, TIME_REFUSED
+from tests.config.slurm_tables import MEMORY, MEMORY_REFUSED, TIME_REFUSED, TIME_S
 
 
 @pytest.mark.parametrize(("text", "mib"), MEMORY.items())

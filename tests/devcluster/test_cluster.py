@@ -63,26 +63,33 @@ def test_a_cluster_comes_up_quickly_and_goes_without_a_trace(start_devcluster, t
     )
     assert wait_until(lambda: (tmp_path / "pids").exists(), timeout_s=20)
     assert wait_until(lambda: len(job_processes(cluster)) >= 3, timeout_s=20)
-    before = set(traces_of(cluster))
+    assert wait_until(lambda: len(step_keepers(cluster)) >= 2, timeout_s=20)
+    before = {*traces_of(cluster), *step_keepers(cluster)}
     assert set(status.daemons.values()) <= before
-    # Eight daemons and slurmctld's helper, two keepers of steps, and the job's processes.
-    assert len(before) >= 8 + 1 + 2 + 3
-    keepers = {p.pid for p in read_processes(cluster.folder) if "stepd" in p.program}
-    assert len(keepers) >= 2
+    starts = {pid: start_of(pid) for pid in before}
     assert cluster.down()
     assert traces_of(cluster) == []
     # Asked without what marks them: a step's keeper loses its socket with the folder.
-    assert not [pid for pid in before | keepers if is_alive(pid)]
+    assert [pid for pid, start in starts.items() if start and start_of(pid) == start] == []
     assert not cluster.folder.exists()
     assert not cluster.exists
 
 
-def is_alive(pid: int) -> bool:
-    """Whether the process is there and no zombie, which only its parent can remove."""
+def start_of(pid: int) -> str:
+    """When the process started, since pids come again; empty if it has ended.
+
+    A zombie has ended: only its parent can remove it.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
+        return ""
+    return "" if fields[0] == "Z" else fields[19]
+
+
+def step_keepers(cluster: DevCluster) -> list[int]:
+    ours = [p for p in read_processes(cluster.folder) if p.folder == str(cluster.folder)]
+    return [p.pid for p in ours if "stepd" in p.program]
 
 
 def job_processes(cluster: DevCluster) -> list[int]:

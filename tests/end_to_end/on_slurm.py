@@ -123,7 +123,9 @@ class User:
 
     # ---------------------------------------------------------------------------- waiting
 
-    def waits_for(self, condition: Callable[[], bool], what: str, runs: Sequence[RunDir] = ()) -> None:
+    def waits_for(
+        self, condition: Callable[[], bool], what: str, runs: Sequence[RunDir] = ()
+    ) -> None:
         if not wait_until(condition, timeout_s=DEADLINE_S, poll_s=0.1):
             raise AssertionError(f"no {what} in {DEADLINE_S:.0f} s\n" + "\n".join(map(tell, runs)))
 
@@ -171,9 +173,9 @@ def kill_rank(run: RunDir, rank: int) -> None:
     os.kill(beat["pid"], signal.SIGKILL)
 
 
-def assert_same_losses(run: RunDir, reference: RunDir) -> None:
-    """Bit for bit."""
-    difference = first_difference(run, reference)
+def assert_same_losses(run: RunDir, reference: RunDir, *, up_to: int | None = None) -> None:
+    """Bit for bit, over all steps or the first `up_to`."""
+    difference = first_difference(run, reference, up_to=up_to)
     assert difference is None, f"{difference}\n{tell(run)}"
 
 

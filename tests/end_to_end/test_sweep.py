@@ -115,7 +115,13 @@ def test_a_rendered_script_is_taken_by_plain_sbatch(user: User) -> None:
 def test_the_same_script_runs_under_srun_and_under_torchrun(user: User) -> None:
     overrides = (*SMALL, "train.steps=4", "parallel.tp=2", "parallel.dp=2")
     under_srun = user.types(
-        "srun", "-N2", "-n4", sys.executable, str(TRAIN), *overrides, f"run_root={user.root}/srun"
+        "srun",
+        "-N2",
+        "--ntasks-per-node=2",
+        sys.executable,
+        str(TRAIN),
+        *overrides,
+        f"run_root={user.root}/srun",
     )
     assert under_srun.code == 0, under_srun.text
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=4")
@@ -129,7 +135,13 @@ def test_the_same_script_runs_under_srun_and_under_torchrun(user: User) -> None:
 
 def test_your_own_loop_under_ddp_is_preempted_and_resumed(user: User) -> None:
     program = REPOSITORY / "docs" / "examples" / "own_loop.py"
-    options = ("steps=2000", "parallel.dp=2", "slurm.nodes=2", "slurm.qos=low", "cluster.device=cpu")
+    options = (
+        "steps=2000",
+        "parallel.dp=2",
+        "slurm.nodes=2",
+        "slurm.qos=low",
+        "cluster.device=cpu",
+    )
     fast = ("monitor.heartbeat_s=0",)
     (run,) = user.submits(*options, *fast, program=program)
     user.waits_for_step(run, 20)

@@ -60,7 +60,9 @@ def user(tmp_path: Path, devcluster: DevCluster) -> User:
         ),
         pytest.param(["train.stepz=1"], ["train.stepz", "train.steps"], id="a misspelt key"),
         pytest.param(
-            ["run_root=/proc/nowhere"], ["run_root", "/proc/nowhere"], id="a folder nobody can write"
+            ["run_root=/proc/nowhere"],
+            ["run_root", "/proc/nowhere"],
+            id="a folder nobody can write",
         ),
     ],
 )

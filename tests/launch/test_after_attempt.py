@@ -278,7 +278,8 @@ srun: error: n2: tasks 0-1: Exited with exit code 1
             id="who left on request is not to blame",
         ),
         pytest.param(
-            [], "srun: fatal: cannot start\nmore", "srun ended with 137 (srun: fatal: cannot start)",
+            [], "srun: fatal: cannot start\nmore",
+            "srun ended with 137 (srun: fatal: cannot start)",
             id="nobody was up",
         ),
     ],

@@ -61,7 +61,9 @@ def test_following_goes_on_into_later_attempts_until_the_run_is_over(run, monkey
     first.rank_log(0).write_text("one\n")
     out = io.StringIO()
     follower = threading.Thread(
-        target=show_logs, args=(run,), kwargs={"rank": None, "attempt": None, "follow": True, "out": out}
+        target=show_logs,
+        args=(run,),
+        kwargs={"rank": None, "attempt": None, "follow": True, "out": out},
     )
     follower.start()
     assert wait_until(lambda: "[0] one\n" in out.getvalue(), timeout_s=30)
@@ -93,7 +95,7 @@ def test_a_run_that_has_not_started_says_why_and_where_to_look(run):
     with pytest.raises(RunFolderError, match=r"was never started\. .*slurm-pt submit --run"):
         shown(run)
     write_json(run.job, {"job_key": "7", "folder": "/sweeps/1", "submitted": 0.0})
-    with pytest.raises(RunFolderError, match="job 7 has not started.*would be in /sweeps/1"):
+    with pytest.raises(RunFolderError, match=r"job 7 has not started.*would be in /sweeps/1"):
         shown(run)
     write_json(run.job, {"pid": 7, "folder": "/sweeps/1", "submitted": 0.0})
     with pytest.raises(RunFolderError, match="its launcher has not started"):

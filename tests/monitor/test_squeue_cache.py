@@ -11,7 +11,7 @@ from slurm_pt.monitor.squeue_cache import ask_squeue
 
 SQUEUE = """#!/bin/sh
 echo asked >> "$CALLS"
-[ -e "$CALLS.silent" ] && { echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1; }
+[ -e "$CALLS.silent" ] && { echo "slurm_load_jobs error: Unable to contact" >&2; exit 1; }
 echo "7|7|RUNNING|N/A|N/A|1:00|1|None"
 """
 
@@ -42,7 +42,10 @@ def test_a_young_answer_is_used_again_and_an_old_one_is_not(counted_squeue, tmp_
 
 
 def test_many_terminals_at_once_ask_once(counted_squeue):
-    code = "from slurm_pt.monitor.squeue_cache import ask_squeue; print(len(ask_squeue(max_age_s=60).jobs))"
+    code = (
+        "from slurm_pt.monitor.squeue_cache import ask_squeue\n"
+        "print(len(ask_squeue(max_age_s=60).jobs))"
+    )
     terminals = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) for _ in range(5)
     ]
@@ -88,7 +91,9 @@ def test_without_a_runtime_folder_the_cache_is_private_in_the_shared_one(
     assert list(folder.glob("squeue-*.json"))
 
 
-def test_without_any_place_for_a_cache_slurm_is_asked_each_time(counted_squeue, tmp_path, monkeypatch):
+def test_without_any_place_for_a_cache_slurm_is_asked_each_time(
+    counted_squeue, tmp_path, monkeypatch
+):
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     (tmp_path / f"slurm_pt-{os.getuid()}").write_text("in the way")

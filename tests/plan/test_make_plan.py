@@ -11,7 +11,6 @@ from slurm_pt.errors import ConfigError
 from slurm_pt.plan import ParallelLayout, Plan, make_plan
 from tests.builders import read_job, read_small
 
-
 SIX = {"train__global_batch_size": 6}
 
 
@@ -35,8 +34,13 @@ def problem_of(config):
         ({"parallel__dp": 8, "cluster__ranks_per_node": 2}, (1, 1, 8), 4, 2, 1),
         # Three ranks do not go evenly on two nodes of two; a tensor group of four not on six ranks.
         ({"parallel__dp": 3, "cluster__ranks_per_node": 2, **SIX}, (1, 1, 3), 3, 1, 1),
-        ({"parallel__tp": 4, "parallel__dp": 3, "cluster__ranks_per_node": 6, **SIX},
-         (4, 1, 3), 3, 4, 1),
+        (
+            {"parallel__tp": 4, "parallel__dp": 3, "cluster__ranks_per_node": 6, **SIX},
+            (4, 1, 3),
+            3,
+            4,
+            1,
+        ),
         ({"parallel__dp": 4, "slurm__nodes": 2}, (1, 1, 4), 2, 2, 2),
         ({"slurm__nodes": 1, "slurm__gpus_per_node": 8}, (1, 1, 8), 1, 8, 1),
     ],

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from slurm_pt.errors import SubmitError
 from slurm_pt.submit.slurm import SlurmClient
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
 
 
 class RecordingClient(SlurmClient):

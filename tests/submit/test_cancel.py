@@ -51,4 +51,6 @@ def test_a_process_that_has_the_launchers_pid_now_is_left_alone(run):
 def test_a_launcher_on_another_machine_is_not_looked_for_here(run):
     record = {"pid": os.getpid(), "pid_start": pid_start_time(os.getpid()), "host": "login2"}
     write_json(run.job, record)
-    assert cancel_run(run, RecordingClient()) == "its local launcher runs on login2: cancel it there"
+    assert (
+        cancel_run(run, RecordingClient()) == "its local launcher runs on login2: cancel it there"
+    )

@@ -44,7 +44,9 @@ def test_the_result_of_a_job_is_the_runs_done_record_f75(executor, tmp_path):
     assert job.result() == {"step": 10}
 
 
-def test_a_job_that_will_run_again_has_not_ended_and_one_that_stopped_has_failed(executor, tmp_path):
+def test_a_job_that_will_run_again_has_not_ended_and_one_that_stopped_has_failed(
+    executor, tmp_path
+):
     run = make_run(tmp_path)
     job = executor.submit(train_run, run.path)
     write_end(run.new_attempt(), outcome="preempted", action="requeue", time=time.time())

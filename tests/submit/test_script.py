@@ -33,7 +33,7 @@ EVERYTHING = {
     "slurm__exclude": "n3",
     "slurm__exclusive": True,
     "slurm__dependency": "afterok:12",
-    "slurm__job_name": "it's \"my\" run",
+    "slurm__job_name": 'it\'s "my" run',
     "slurm__signal_lead_s": 300,
     "slurm__cpu_bind": "cores",
     "slurm__setup": ["module load cuda", "export NCCL_DEBUG=INFO"],
@@ -183,7 +183,10 @@ FAKE_PYTHON = """#!/bin/bash
 for word in "$@"; do printf '%s\\0' "$word" >> "$CALLS"; done
 printf '\\n' >> "$CALLS"
 case "$*" in
-  *"attempt begin"*) mkdir -p "$3/logs" "$4/attempts/0/logs"; printf '%s' "$BEGIN_SAYS"; exit $BEGIN_CODE ;;
+  *"attempt begin"*)
+    mkdir -p "$4/attempts/0/logs"
+    printf '%s' "$BEGIN_SAYS"
+    exit $BEGIN_CODE ;;
   *"attempt end"*) exit $END_CODE ;;
 esac
 """
@@ -233,7 +236,7 @@ def run_script(
     return ran.returncode, [call.split("\0")[:-1] for call in calls], attempt
 
 
-NASTY = "50%j of $HOME `id` it's \"q\""
+NASTY = '50%j of $HOME `id` it\'s "q"'
 
 
 def test_the_script_begins_an_attempt_starts_the_ranks_and_ends_it(tmp_path):

@@ -137,6 +137,6 @@ def test_a_log_folder_that_cannot_be_made_is_told_before_anything_is_submitted_f
     (point,) = points_of(tmp_path, 1)
     (tmp_path / "sweeps").write_text("in the way")
     client = RecordingClient()
-    with pytest.raises(RunFolderError, match="run_root=.*set another run_root"):
+    with pytest.raises(RunFolderError, match=r"run_root=.*set another run_root"):
         submit_points([point], client=client, jobs={})
     assert client.scripts == []
