@@ -47,7 +47,13 @@ _RUNS = click.argument("places", nargs=-1, type=click.Path(path_type=Path))
 @_RUNS
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list, a record for each run.")
 @click.option("--watch", "watching", is_flag=True, help="A live table until all runs have ended.")
-@click.option("--max-age", type=float, default=2.0, show_default=True, help="Seconds that an answer of squeue is used again.")
+@click.option(
+    "--max-age",
+    type=float,
+    default=2.0,
+    show_default=True,
+    help="Seconds that an answer of squeue is used again.",
+)
 def status(places: tuple[Path, ...], as_json: bool, watching: bool, max_age: float) -> None:
     """Show the state and progress of runs.
 
@@ -56,20 +62,21 @@ def status(places: tuple[Path, ...], as_json: bool, watching: bool, max_age: flo
     from rich.console import Console
 
     from slurm_pt.monitor.squeue_cache import ask_squeue
-    from slurm_pt.monitor.status import find_runs, read_status
+    from slurm_pt.monitor.status import find_runs, read_status, with_accounting
     from slurm_pt.monitor.table import render_table
+    from slurm_pt.submit.slurm import SlurmClient
 
     runs = find_runs(places or (Path("runs"),))
     console = Console()
     if watching:
         from slurm_pt.monitor.watch import watch
-        from slurm_pt.submit.slurm import SlurmClient
 
         client = SlurmClient()
         watch(runs, client=client if client.is_available() else None, poll_s=30, console=console)
         return
     answer = ask_squeue(max_age_s=max_age)
-    rows = [read_status(run, answer.jobs) for run in runs]
+    jobs = answer.jobs if answer.jobs is None else with_accounting(runs, answer.jobs, SlurmClient())
+    rows = [read_status(run, jobs) for run in runs]
     if as_json:
         click.echo(json.dumps([row.as_json() for row in rows], indent=1))
     else:
@@ -108,9 +115,15 @@ def cancel(places: tuple[Path, ...]) -> None:
 
 @main.command()
 @click.argument("overrides", nargs=-1)
-@click.option("--config-dir", type=click.Path(path_type=Path, exists=True), help="Your own configs.")
+@click.option(
+    "--config-dir", type=click.Path(path_type=Path, exists=True), help="Your own configs."
+)
 @click.option("--config-name", default="config", show_default=True)
-@click.option("--program", type=click.Path(path_type=Path, exists=True), help="A file with a function main(cfg); default: our trainer.")
+@click.option(
+    "--program",
+    type=click.Path(path_type=Path, exists=True),
+    help="A file with a function main(cfg); default: our trainer.",
+)
 def render(
     overrides: tuple[str, ...], config_dir: Path | None, config_name: str, program: Path | None
 ) -> None:
@@ -122,7 +135,9 @@ def render(
     from slurm_pt.run_dir import create_run
     from slurm_pt.submit.script import make_job_spec, render_script
 
-    point = compose_point(overrides, config_dir=config_dir, config_name=config_name, program=program)
+    point = compose_point(
+        overrides, config_dir=config_dir, config_name=config_name, program=program
+    )
     create_run(point.run, cfg=point.cfg, spec=point.spec, plan=point.plan.as_json())
     spec = make_job_spec(point.config, point.plan)
     log = point.run.path / "slurm-%j.out"
@@ -133,10 +148,18 @@ def render(
 
 @main.command()
 @click.argument("overrides", nargs=-1)
-@click.option("--run", "run_path", type=click.Path(path_type=Path), help="Submit this existing run again.")
-@click.option("--config-dir", type=click.Path(path_type=Path, exists=True), help="Your own configs.")
+@click.option(
+    "--run", "run_path", type=click.Path(path_type=Path), help="Submit this existing run again."
+)
+@click.option(
+    "--config-dir", type=click.Path(path_type=Path, exists=True), help="Your own configs."
+)
 @click.option("--config-name", default="config", show_default=True)
-@click.option("--program", type=click.Path(path_type=Path, exists=True), help="A file with a function main(cfg); default: our trainer.")
+@click.option(
+    "--program",
+    type=click.Path(path_type=Path, exists=True),
+    help="A file with a function main(cfg); default: our trainer.",
+)
 def submit(
     overrides: tuple[str, ...],
     run_path: Path | None,
@@ -171,7 +194,11 @@ def data() -> None:
 @data.command()
 @click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path, exists=True))
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder to make.")
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A Hugging Face tokenizers JSON; default: one token a byte.")
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A Hugging Face tokenizers JSON; default: one token a byte.",
+)
 def prepare(paths: tuple[Path, ...], out: Path, tokenizer: Path | None) -> None:
     """Make token files from text files and folders."""
     from slurm_pt.train.corpus import prepare as prepare_tokens

@@ -1,4 +1,4 @@
-"""What a Hydra sweep does: check every point, submit what is missing, watch, and say how it went."""
+"""What a Hydra sweep does: check every point, submit what is missing, watch, say how it went."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from hydra.core.utils import JobReturn, JobStatus
 from rich.console import Console
 
 from slurm_pt.config import read_config, read_job_config
+from slurm_pt.config.slurm_values import (
+    parse_memory_mib,
+    parse_time_limit_s,
+    render_duration,
+)
 from slurm_pt.errors import ConfigError, SlurmPtError, SlurmUnavailableError
 from slurm_pt.monitor.status import RunStatus
 from slurm_pt.monitor.watch import watch
@@ -47,18 +52,26 @@ def launch_points(
     client = None if local else available_client()
     console = Console(stderr=True)
     if client is None:
-        console.print("No Slurm here: the runs start as processes of this machine, one after another.")
+        console.print(
+            "No Slurm here: the runs start as processes of this machine, one after another."
+        )
     submitted = submit_points(points, client=client, jobs=ask_for_jobs(client))
     announce(console, submitted, points)
     runs = [point.run for point in points]
     if not wait:
-        return [_pending(cfg, overrides, run) for (cfg, overrides), run in zip(composed, runs, strict=True)]
+        return [
+            _pending(cfg, overrides, run)
+            for (cfg, overrides), run in zip(composed, runs, strict=True)
+        ]
     statuses = watch(runs, client=client, poll_s=points[0].config.monitor.poll_s, console=console)
     if statuses is None:  # Ctrl-C
         root = points[0].run.path.parent
         back = f"Detached; the jobs go on. Come back with: slurm-pt status {root}"
         console.print(back, soft_wrap=True, highlight=False)
-        return [_pending(cfg, overrides, run) for (cfg, overrides), run in zip(composed, runs, strict=True)]
+        return [
+            _pending(cfg, overrides, run)
+            for (cfg, overrides), run in zip(composed, runs, strict=True)
+        ]
     return [
         _ended(cfg, overrides, status)
         for (cfg, overrides), status in zip(composed, statuses, strict=True)
@@ -97,7 +110,9 @@ def make_points(
         points.append(Point(run_dir_of(config, cfg), cfg, config, plan, spec))
     if problems:
         lines = "\n".join(problems)
-        raise SlurmPtError(f"nothing was submitted; {len(problems)} of {len(composed)} points:\n{lines}")
+        raise SlurmPtError(
+            f"nothing was submitted; {len(problems)} of {len(composed)} points:\n{lines}"
+        )
     return points
 
 
@@ -110,7 +125,7 @@ def available_client() -> SlurmClient | None:
 def ask_for_jobs(client: SlurmClient | None) -> Any:
     """What Slurm knows of the user's jobs; nothing is submitted on top of no answer."""
     if client is None:
-        return {}
+        return None
     try:
         return client.query_my_jobs()
     except SlurmUnavailableError as error:
@@ -129,8 +144,29 @@ def announce(console: Console, submitted: Submitted, points: Sequence[Point]) ->
         which = f" as job {ids}" if ids else " as local processes"
         console.print(f"{len(submitted.new)} of {total} runs submitted{which}; scripts and logs in")
         console.print(f"  {submitted.folder}", soft_wrap=True, highlight=False)
+        for line in dict.fromkeys(render_request(point) for point in points):
+            console.print(line, highlight=False)
     for run, state in submitted.already:
         console.print(f"{run.name}: {state.phase.value}, left alone", highlight=False)
+
+
+def render_request(point: Point) -> str:
+    """What a run asks for, in words: Slurm reads 4:00 as four minutes, and a bare 64 as 64 MB."""
+    plan, slurm = point.plan, point.config.slurm
+    layout = plan.layout
+    words = [
+        f"each on {plan.nodes} node{'s' if plan.nodes > 1 else ''} x {plan.ranks_per_node} ranks"
+        f" (tp {layout.tp} x pp {layout.pp} x dp {layout.dp})"
+    ]
+    if slurm.time is not None:
+        words.append(f"time limit {render_duration(parse_time_limit_s(slurm.time))}")
+    for key in ("mem", "mem_per_cpu", "mem_per_gpu"):
+        text = getattr(slurm, key)
+        if text is not None:
+            mib = parse_memory_mib(text)
+            amount = f"{mib} MiB" if mib else "all of the node's memory"
+            words.append(amount + {"mem": " per node"}.get(key, f" {key[4:].replace('_', ' ')}"))
+    return ", ".join(words)
 
 
 def _job_return(cls: type[JobReturn], cfg: Any, overrides: Sequence[str], run: RunDir) -> JobReturn:
@@ -163,5 +199,3 @@ class RunFailedError(SlurmPtError):
     """A run of the sweep ended without finishing; the table says which and why."""
 
     exit_code = 1
-
-

@@ -166,7 +166,9 @@ def explain_hydra(error: BaseException) -> str:
     while cause is not None:
         lines.append(str(cause).strip())
         cause = cause.__cause__
-    text = "\n".join(dict.fromkeys(line for part in lines for line in part.splitlines() if line.strip()))
+    text = "\n".join(
+        dict.fromkeys(line for part in lines for line in part.splitlines() if line.strip())
+    )
     match = re.search(r"full_key: (\S+)", text)
     if match is None or "Key" not in text:
         return text

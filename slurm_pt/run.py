@@ -1,5 +1,7 @@
-"""A started run, from one rank's view: ranks, process groups, run folder, checkpoints, the wish to
-stop. Our trainer is built on it, and a loop of your own can be.
+"""A started run, from one rank's view.
+
+Ranks, process groups, run folder, checkpoints, the wish to stop: our trainer is built on it, and a
+loop of your own can be.
 """
 
 from __future__ import annotations
@@ -279,7 +281,13 @@ class Run:
         self.show(step=step, steps=steps, loss=loss, speed=f"{1 / step_s:.1f} steps/s")
 
     def show(
-        self, *, step: int, steps: int, loss: float, tokens_per_s: float | None = None, speed: str = ""
+        self,
+        *,
+        step: int,
+        steps: int,
+        loss: float,
+        tokens_per_s: float | None = None,
+        speed: str = "",
     ) -> None:
         """Progress for `slurm-pt status`, for the log, and for squeue's comment (rank 0)."""
         self.step = self.heartbeat.step = step
@@ -332,7 +340,9 @@ class Run:
         kind = "" if isinstance(error, SlurmPtError) else f"{type(error).__name__}: "
         self._exit_record(code, kind + text[:2000])
         outcome = Outcome.user_error if code == USER_ERROR else Outcome.failed
-        self._conclude_by_hand(Decision("stop", outcome, f"rank {self.rank}: {kind}{text[:2000]}", code))
+        self._conclude_by_hand(
+            Decision("stop", outcome, f"rank {self.rank}: {kind}{text[:2000]}", code)
+        )
         self.close_launch()
         return code
 
@@ -373,7 +383,9 @@ class Run:
             return
         try:
             dist.monitored_barrier(
-                self.groups.background, timeout=timedelta(seconds=END_BARRIER_S), wait_all_ranks=True
+                self.groups.background,
+                timeout=timedelta(seconds=END_BARRIER_S),
+                wait_all_ranks=True,
             )
         except RuntimeError as error:
             print(f"slurm_pt: at the end of the run: {error}", file=sys.stderr)  # noqa: T201

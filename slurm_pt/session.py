@@ -1,5 +1,6 @@
 """The one run of this process: how a Hydra program, whose only argument is its config, hands the
-run that it started to whoever ends the process."""
+run that it started to whoever ends the process.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig, RunConfig, read_config, read_job_config
-from slurm_pt.errors import CheckpointError, LaunchError, RunFinishedError, RunFolderError, SlurmPtError
+from slurm_pt.errors import (
+    CheckpointError,
+    LaunchError,
+    RunFinishedError,
+    RunFolderError,
+    SlurmPtError,
+)
 from slurm_pt.launch.attempt import begin_attempt
 from slurm_pt.launch.environment import RankInfo, check_world, read_rank
 from slurm_pt.launch.preemption import StopRequest, listen, shield
@@ -82,9 +88,7 @@ def _start(cfg: Any, config: JobConfig) -> Run:
             f"run_root={config.run_root}: {error.filename}: {error.strerror}. Set run_root to a "
             "folder that you can write"
         ) from error
-    meeting = _meet(
-        config, info, folder, request, lambda _: _begin(folder, cfg=cfg, plan=plan)
-    )
+    meeting = _meet(config, info, folder, request, lambda _: _begin(folder, cfg=cfg, plan=plan))
     if "refused" in meeting.agreed:
         raise RunFolderError(meeting.agreed["refused"])
     if "finished" in meeting.agreed:
@@ -198,7 +202,7 @@ def _device(config: JobConfig, info: RankInfo) -> Any:
 
 def _join(meeting: Meeting, config: JobConfig, info: RankInfo, device: Any) -> None:
     """torch.distributed over a store on the socket that rank 0 has kept open."""
-    import datetime
+    import datetime as dt
 
     import torch.distributed as dist
 
@@ -208,7 +212,7 @@ def _join(meeting: Meeting, config: JobConfig, info: RankInfo, device: Any) -> N
         os.environ.setdefault("GLOO_SOCKET_IFNAME", meeting.interface)
         if meeting.several_machines:
             os.environ.setdefault("NCCL_SOCKET_IFNAME", meeting.interface)
-    timeout = datetime.timedelta(seconds=config.cluster.collective_timeout_s)
+    timeout = dt.timedelta(seconds=config.cluster.collective_timeout_s)
     if info.world_size == 1:
         store = stores.HashStore()
     else:
@@ -448,7 +452,9 @@ def load_entry(entry: dict[str, str]) -> Callable[[Any], Any]:
         sys.path.insert(0, str(path.parent))  # as `python file.py` does
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if spec is None or spec.loader is None or not path.exists():
-            raise LaunchError(f"{path}: the program of this run is gone. Put it back, or submit again")
+            raise LaunchError(
+                f"{path}: the program of this run is gone. Put it back, or submit again"
+            )
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
         spec.loader.exec_module(module)

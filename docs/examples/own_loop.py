@@ -1,8 +1,8 @@
 """A training loop of your own that survives preemption: an ordinary module under DDP.
 
-    python own_loop.py                              one process
-    torchrun --nproc-per-node 2 own_loop.py         two
-    python own_loop.py -m hydra/launcher=slurm_pt lr=0.1,0.01 slurm.nodes=2 parallel.dp=4
+python own_loop.py                              one process
+torchrun --nproc-per-node 2 own_loop.py         two
+python own_loop.py -m hydra/launcher=slurm_pt lr=0.1,0.01 slurm.nodes=2 parallel.dp=4
 """
 
 from typing import Any

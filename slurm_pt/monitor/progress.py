@@ -109,7 +109,9 @@ def render_rate(tokens_per_s: float | None) -> str:
     """
     if tokens_per_s is None:
         return ""
-    return f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+    return (
+        f"{tokens_per_s / 1000:.1f}k tok/s" if tokens_per_s >= 1000 else f"{tokens_per_s:.0f} tok/s"
+    )
 
 
 def record_metrics(run: RunDir, record: dict[str, Any]) -> None:

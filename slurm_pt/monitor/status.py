@@ -12,9 +12,9 @@ from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.run_state import RunPhase, RunState, run_state
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from slurm_pt.submit.slurm import JobView
+    from slurm_pt.submit.slurm import JobView, SlurmClient
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,15 @@ class RunStatus:
             "phase": self.phase,
             "heartbeat_age_s": self.heartbeat_age_s,
         }
+
+
+def with_accounting(
+    runs: Sequence[RunDir], jobs: Mapping[str, JobView], client: SlurmClient
+) -> Mapping[str, JobView]:
+    """Squeue's answer and, for runs whose job it has forgotten, what the accounting says."""
+    states = [run_state(run, jobs) for run in runs]
+    forgotten = [state.job_key for state in states if state.is_forgotten and state.job_key]
+    return {**client.query_ended(forgotten), **jobs} if forgotten else jobs
 
 
 def read_status(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunStatus:

@@ -52,6 +52,8 @@ class RunState:
     job_key: str | None = None
     slurm_state: str | None = None
     """Slurm's own word; None where it gave none."""
+    is_forgotten: bool = False
+    """Taken for failed only because squeue no longer lists the job; the accounting may know more."""
 
 
 _FROM_JOB = {
@@ -121,9 +123,8 @@ def _state_of_ended(
     if not says_failed and time.time() - job["submitted"] < SETTLING_S:
         return RunState(RunPhase.unknown, "submitted a moment ago", key, word)
     if view is None:
-        return RunState(
-            RunPhase.failed, "Slurm no longer lists the job, and it left no record", key
-        )
+        reason = "Slurm no longer lists the job, and it left no record"
+        return RunState(RunPhase.failed, reason, key, is_forgotten=True)
     if view.phase is JobPhase.unknown:
         return RunState(RunPhase.unknown, f"Slurm says {word}", key, word)
     said = "COMPLETED, but the run left no done.json" if word == "COMPLETED" else word or ""

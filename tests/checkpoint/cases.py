@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor

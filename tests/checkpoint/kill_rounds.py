@@ -19,7 +19,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-
 import torch.distributed as dist
 import torch.distributed.checkpoint
 import torch.distributed.tensor

@@ -23,7 +23,7 @@ def user(tmp_path: Path, devcluster: DevCluster) -> User:
 
 def squeue_states(user: User) -> dict[str, str]:
     lines = user.types("squeue", "-h", "-r", "-t", "all", "-o", "%i %T").out.splitlines()
-    return {key: state for key, state in (line.split() for line in lines)}
+    return dict(line.split() for line in lines)
 
 
 def test_status_agrees_with_squeue_about_every_trial_through_the_life_of_a_sweep(

@@ -193,6 +193,8 @@ def test_f05_a_task_of_a_step_knows_its_place_on_uneven_nodes():
         hosts=("n01", "n02", "n03"),
         ranks_per_node=(4, 2, 1),
         job_id="1",
+        job_key="1",
+        requeue_key="1",
         step_id="0",
     )
 

@@ -34,7 +34,10 @@ class SlurmPtLauncherConfig:
 
 
 ConfigStore.instance().store(
-    group="hydra/launcher", name="slurm_pt", node=SlurmPtLauncherConfig, provider="slurm_pt_launcher"
+    group="hydra/launcher",
+    name="slurm_pt",
+    node=SlurmPtLauncherConfig,
+    provider="slurm_pt_launcher",
 )
 
 
