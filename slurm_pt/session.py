@@ -1,5 +1,7 @@
-"""The one run of this process: how a Hydra program, whose only argument is its config, hands the
-run that it started to whoever ends the process.
+"""The one run of this process.
+
+A Hydra program's only argument is its config: this is how it hands the run that it started to
+whoever ends the process.
 """
 
 from __future__ import annotations

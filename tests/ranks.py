@@ -5,7 +5,7 @@
 One launcher process imports torch once and forks the ranks: eight ranks start in about two
 seconds, where eight interpreters took 14. The first rank that fails decides: its traceback is
 raised here, and the others are killed, by id. Ranks end with os._exit after a flush, since
-gloo's threads abort one clean exit in eight (peers-parallel.md, pitfall 1).
+gloo's threads abort one clean exit in eight.
 """
 
 from __future__ import annotations

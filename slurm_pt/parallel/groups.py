@@ -35,7 +35,7 @@ class ProcessGroups:
     """First and last stage of this rank's pipeline; None on other ranks, and when pp == 1."""
     background: dist.ProcessGroup
     """All ranks over gloo, for checkpoint threads alone: a collective of another thread on a
-    group that training uses dead-locks (peers-parallel.md, pitfall 2)."""
+    group that training uses dead-locks."""
 
     @property
     def first_stage(self) -> bool:

@@ -35,10 +35,7 @@ def make_plan(config: JobConfig) -> Plan:
     """The plan that a configuration asks for. Raises ConfigError where its numbers disagree."""
     parallel, slurm = config.parallel, config.slurm
     most = config.cluster.ranks_per_node or slurm.gpus_per_node or config.cluster.gpus_per_node
-    model_ranks = parallel.tp * parallel.pp
-    dp = parallel.dp
-    if dp is None:
-        dp = max(1, slurm.nodes * most // model_ranks) if slurm.nodes and most else 1
+    dp = parallel.dp or _most_copies(parallel.tp * parallel.pp, slurm.nodes, most)
     layout = ParallelLayout(tp=parallel.tp, pp=parallel.pp, dp=dp)
     nodes = slurm.nodes or _fewest_nodes(layout, most)
     problems = _world_problems(layout, nodes, most)
@@ -70,6 +67,14 @@ def make_plan(config: JobConfig) -> Plan:
         gpus_per_node=min(wants_gpus, ranks_per_node) if wants_gpus else 0,
         num_microbatches=num_microbatches,
     )
+
+
+def _most_copies(model_ranks: int, nodes: int | None, most: int | None) -> int:
+    """As many copies of the model as the nodes hold evenly; 1 where nodes do not tell."""
+    if nodes is None or most is None:
+        return 1
+    copies = range(nodes * most // model_ranks, 0, -1)
+    return next((dp for dp in copies if _holds(dp * model_ranks, nodes, most)), 1)
 
 
 def _fewest_nodes(layout: ParallelLayout, most: int | None) -> int:

@@ -53,7 +53,7 @@ class RunState:
     slurm_state: str | None = None
     """Slurm's own word; None where it gave none."""
     is_forgotten: bool = False
-    """Taken for failed only because squeue no longer lists the job; the accounting may know more."""
+    """Failed only because squeue no longer lists the job; the accounting may know more."""
 
 
 _FROM_JOB = {
