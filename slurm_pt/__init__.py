@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slurm_pt.program import main
-    from slurm_pt.worker import Run, start, train
+    from slurm_pt.run import Run
+    from slurm_pt.start import start
+    from slurm_pt.worker import train
 
 __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "main", "start", "train"]
 
-_HOMES = {"main": "program", "Run": "worker", "start": "worker", "train": "worker"}
+_HOMES = {"main": "program", "Run": "run", "start": "start", "train": "worker"}
 
 
 def __getattr__(name: str) -> Any:

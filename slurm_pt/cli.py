@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,24 @@ class _Group(click.Group):
 @click.version_option(__version__, prog_name="slurm-pt")
 def main() -> None:
     """Model-parallel training jobs on Slurm: submit, watch, cancel."""
+
+
+def _one_run(command: Callable[..., None]) -> Callable[..., None]:
+    """The arguments from which one run is composed."""
+    for option in (
+        click.option(
+            "--program",
+            type=click.Path(path_type=Path, exists=True),
+            help="A file with a function main(cfg); default: our trainer.",
+        ),
+        click.option("--config-name", default="config", show_default=True),
+        click.option(
+            "--config-dir", type=click.Path(path_type=Path, exists=True), help="Your own configs."
+        ),
+        click.argument("overrides", nargs=-1),
+    ):
+        command = option(command)
+    return command
 
 
 _RUNS = click.argument("places", nargs=-1, type=click.Path(path_type=Path))
@@ -114,16 +133,7 @@ def cancel(places: tuple[Path, ...]) -> None:
 
 
 @main.command()
-@click.argument("overrides", nargs=-1)
-@click.option(
-    "--config-dir", type=click.Path(path_type=Path, exists=True), help="Your own configs."
-)
-@click.option("--config-name", default="config", show_default=True)
-@click.option(
-    "--program",
-    type=click.Path(path_type=Path, exists=True),
-    help="A file with a function main(cfg); default: our trainer.",
-)
+@_one_run
 def render(
     overrides: tuple[str, ...], config_dir: Path | None, config_name: str, program: Path | None
 ) -> None:
@@ -147,18 +157,9 @@ def render(
 
 
 @main.command()
-@click.argument("overrides", nargs=-1)
+@_one_run
 @click.option(
     "--run", "run_path", type=click.Path(path_type=Path), help="Submit this existing run again."
-)
-@click.option(
-    "--config-dir", type=click.Path(path_type=Path, exists=True), help="Your own configs."
-)
-@click.option("--config-name", default="config", show_default=True)
-@click.option(
-    "--program",
-    type=click.Path(path_type=Path, exists=True),
-    help="A file with a function main(cfg); default: our trainer.",
 )
 def submit(
     overrides: tuple[str, ...],

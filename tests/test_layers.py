@@ -29,10 +29,10 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WIRING = {
-    *("worker", "run", "program", "session", "launcher", "compose"),
+    *("worker", "start", "run", "program", "session", "launcher", "compose"),
     *("cli", "demo", "demo_program", "hydra_plugins"),
 }
-WITH_TORCH = {"parallel", "train", "checkpoint", "worker", "run"}
+WITH_TORCH = {"parallel", "train", "checkpoint", "worker", "start", "run"}
 TORCH = {"torch", "deepspeed"}
 DEVCLUSTER_MAY = {"errors", "devcluster"}
 
