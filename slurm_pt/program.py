@@ -56,13 +56,9 @@ def _run_hydra(program: Callable[[Any], Any], config_path: str, config_name: str
 
     from slurm_pt.launch.preemption import shield
 
-    shield_now = {"done": False}
-
     @functools.wraps(program)
     def task(cfg: Any) -> Any:
-        if not shield_now["done"]:
-            shield()
-            shield_now["done"] = True
+        shield()  # here, not before: a launcher that only waits must still end on SIGTERM
         code = run_program(program, cfg, exits=False)
         if code != 0:
             _leave(code)
@@ -89,6 +85,7 @@ def run_program(program: Callable[[Any], Any], cfg: Any, *, exits: bool) -> int:
     down in the ordinary way, and a finished run would count as failed.
     """
     from slurm_pt.launch.after_attempt import WANTS_REQUEUE
+    from slurm_pt.launch.preemption import INTERRUPTED
     from slurm_pt.launch.rendezvous import MeetingStoppedError
 
     token = current_run.set(None)
@@ -104,6 +101,9 @@ def run_program(program: Callable[[Any], Any], cfg: Any, *, exits: bool) -> int:
         except SlurmPtError as error:
             print(f"slurm_pt: {error}", file=sys.stderr, flush=True)  # noqa: T201
             code = _failed(error)
+        except KeyboardInterrupt as error:  # before the run was started: later Ctrl-C is a wish
+            _failed(error)
+            code = INTERRUPTED
         except Exception as error:
             traceback.print_exc()
             code = _failed(error)
@@ -114,7 +114,7 @@ def run_program(program: Callable[[Any], Any], cfg: Any, *, exits: bool) -> int:
     return code
 
 
-def _failed(error: Exception) -> int:
+def _failed(error: BaseException) -> int:
     run = current_run.get()
     if run is not None:
         return run.fail(error)
@@ -123,7 +123,7 @@ def _failed(error: Exception) -> int:
     return code
 
 
-def _record_early_end(error: Exception, code: int) -> None:
+def _record_early_end(error: BaseException, code: int) -> None:
     """The exit record of a rank that failed before its run was started."""
     attempt_path = os.environ.get("SLURM_PT_ATTEMPT_DIR")
     if attempt_path is None:

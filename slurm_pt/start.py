@@ -62,7 +62,8 @@ class Clock:
 def start_run(cfg: Any, config: JobConfig) -> Run:
     """The same for a configuration that was read already."""
     clock = Clock()
-    request = listen()
+    by_hand = "SLURM_PT_ATTEMPT_DIR" not in os.environ
+    request = listen(at_a_terminal=by_hand)
     info = read_rank(os.environ)
     folder = _folder(config, cfg)
     plan = _plan(config, info, folder)
@@ -105,7 +106,7 @@ def start_run(cfg: Any, config: JobConfig) -> Run:
         comment=JobComment(client, info.requeue_key, config.monitor.comment_s),
         client=client,
         nonce=owner_nonce(attempt),
-        by_hand="SLURM_PT_ATTEMPT_DIR" not in os.environ,
+        by_hand=by_hand,
         close_launch=meeting.close,
         timings_s=clock.parts_s,
     )

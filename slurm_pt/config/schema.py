@@ -31,8 +31,11 @@ class ModelConfig:
     """A causal transformer (GPT-2: learned positions, pre-LayerNorm, GELU)."""
 
     num_layers: int = MISSING
+    """Transformer layers. At least parallel.pp."""
     hidden_size: int = MISSING
+    """Width of the residual stream. Divisible by num_heads and parallel.tp."""
     num_heads: int = MISSING
+    """Attention heads. Divisible by parallel.tp."""
     vocab_size: int = MISSING
     """Number of token ids. Divisible by parallel.tp."""
     max_seq_len: int = MISSING
@@ -84,12 +87,17 @@ class TrainConfig:
     warmup_steps: int = 0
     """Steps of linear warm-up; then a cosine to min_lr."""
     weight_decay: float = 0.1
+    """AdamW's decay of matrices; vectors (biases, norms) do not decay."""
     beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
     beta2: float = 0.95
+    """AdamW's decay of the mean squared gradient."""
     eps: float = 1e-8
+    """Added to AdamW's denominator."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; null: no clipping."""
     dtype: DType = DType.float32
+    """Of activations; float32, float64, or bfloat16 (weights and moments then stay float32)."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and the dropout masks, in any layout."""
 
@@ -107,26 +115,39 @@ class SlurmConfig:
     """What to ask Slurm for. Keys are sbatch's own options; null: the option is not written."""
 
     partition: str | None = None
+    """Slurm's partition."""
     qos: str | None = None
+    """Quality of service."""
     account: str | None = None
+    """Who pays."""
     nodes: int | None = None
     """null: as few as hold tp * pp * dp ranks."""
     gpus_per_node: int | None = None
     """null: cluster.gpus_per_node when cluster.device is cuda."""
     gres: str | None = None
+    """Generic resources in Slurm's spelling; then gpus_per_node is not written."""
     cpus_per_task: int | None = None
+    """CPUs for each rank."""
     mem: str | None = None
     """Memory per node in Slurm's spelling (64G; a bare number is MB; 0 is all of the node)."""
     mem_per_cpu: str | None = None
+    """Instead of mem."""
     mem_per_gpu: str | None = None
+    """Instead of mem."""
     time: str | None = None
     """Time limit in Slurm's spelling (90 is minutes; 1:30:00; 2-12:00:00). Quote it in YAML."""
     constraint: str | None = None
+    """Features that the nodes must have."""
     reservation: str | None = None
+    """A reservation to run in."""
     nodelist: str | None = None
+    """Nodes to use."""
     exclude: str | None = None
+    """Nodes to stay away from."""
     exclusive: bool = False
+    """Share the nodes with nobody."""
     dependency: str | None = None
+    """Jobs to wait for, in Slurm's spelling."""
     job_name: str | None = None
     """null: the run's name."""
     signal_lead_s: int = 120
@@ -154,6 +175,7 @@ class ClusterConfig:
     device: str = "auto"
     """cuda, cpu, or auto: cuda when torch sees a GPU."""
     gpus_per_node: int | None = None
+    """GPUs of one node; null: none are asked for."""
     ranks_per_node: int | None = None
     """Most ranks on one node; null: gpus_per_node, or all in one node."""
     interface: str | None = None

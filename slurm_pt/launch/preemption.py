@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 import threading
 import time
 from dataclasses import dataclass, field
@@ -16,6 +18,10 @@ if TYPE_CHECKING:
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGUSR2})
 """TERM warns of a preemption, USR2 of the time limit. USR1 is left to NCCL, which has used it."""
+
+
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code of a program that Ctrl-C ended, as in shells."""
 
 
 def shield() -> None:
@@ -47,23 +53,29 @@ class StopRequest:
             self._flag.set()
 
 
-def listen() -> StopRequest:
+def listen(*, at_a_terminal: bool = False) -> StopRequest:
     """Starts the thread that turns stop signals into the flag.
 
     A thread in sigwait rather than a handler: a Python handler cannot run while the main thread
-    sits in a collective.
+    sits in a collective. `at_a_terminal`: Ctrl-C asks to stop too, and a second one leaves at once.
     """
-    shield()
+    signals = STOP_SIGNALS | {signal.SIGINT} if at_a_terminal else STOP_SIGNALS
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     request = StopRequest()
-    thread = threading.Thread(target=_wait_for_signals, args=(request,), daemon=True)
+    thread = threading.Thread(target=_wait_for_signals, args=(request, signals), daemon=True)
     thread.name = "slurm_pt-signals"
     thread.start()
     return request
 
 
-def _wait_for_signals(request: StopRequest) -> None:
+def _wait_for_signals(request: StopRequest, signals: frozenset[signal.Signals]) -> None:
     while True:
-        number = signal.sigwait(STOP_SIGNALS)
+        number = signal.sigwait(signals)
+        if number == signal.SIGINT:
+            if request.is_set():
+                os._exit(INTERRUPTED)
+            message = "stopping after this step, with a checkpoint; Ctrl-C again leaves at once"
+            print(f"\nslurm_pt: {message}", file=sys.stderr, flush=True)  # noqa: T201
         request.set(signal.Signals(number).name)
 
 
