@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slurm_pt.program import main
     from slurm_pt.run import Run
-    from slurm_pt.start import start
+    from slurm_pt.starting import start
     from slurm_pt.worker import train
 
 __version__ = "0.1.0"
 __all__ = ["Run", "__version__", "main", "start", "train"]
 
-_HOMES = {"main": "program", "Run": "run", "start": "start", "train": "worker"}
+_HOMES = {"main": "program", "Run": "run", "start": "starting", "train": "worker"}
 
 
 def __getattr__(name: str) -> Any:

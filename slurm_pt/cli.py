@@ -47,7 +47,8 @@ def _one_run(command: Callable[..., None]) -> Callable[..., None]:
         click.option(
             "--program",
             type=click.Path(path_type=Path, exists=True),
-            help="A file with a function main(cfg); default: our trainer.",
+            help="A file with a function main(cfg); --config-dir and --config-name say where its "
+            "config is. Default: our trainer.",
         ),
         click.option("--config-name", default="config", show_default=True),
         click.option(
@@ -98,6 +99,8 @@ def status(places: tuple[Path, ...], as_json: bool, watching: bool, max_age: flo
     rows = [read_status(run, jobs) for run in runs]
     if as_json:
         click.echo(json.dumps([row.as_json() for row in rows], indent=1))
+    elif not rows:
+        console.print(f"no runs in {', '.join(map(str, places or (Path('runs'),)))}")
     else:
         console.print(render_table(rows, note=answer.note))
 
@@ -202,9 +205,13 @@ def data() -> None:
 )
 def prepare(paths: tuple[Path, ...], out: Path, tokenizer: Path | None) -> None:
     """Make token files from text files and folders."""
-    from slurm_pt.train.corpus import prepare as prepare_tokens
+    from slurm_pt.training.corpus import prepare as prepare_tokens
 
-    click.echo(prepare_tokens(paths, out, tokenizer))
+    made = prepare_tokens(paths, out, tokenizer)
+    is_there = "" if made.created else " (was there already, unchanged)"
+    click.echo(f"{made.num_tokens:,} tokens from {made.documents} files in {made.folder}{is_there}")
+    vocabulary = "" if tokenizer is None else f" model.vocab_size={made.vocab_size}"
+    click.echo(f"Train on them: python train.py data=tokens data.path={made.folder}{vocabulary}")
 
 
 @main.command()

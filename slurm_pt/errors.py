@@ -3,6 +3,7 @@
     SlurmPtError                    exit code 2, one message, no traceback
     ├── ConfigError                 a value in the configuration
     ├── RunFolderError              the run folder: not writable, owned by another job, damaged
+    │   ├── DiskError               exit code 1: the disk is full or broken
     │   └── RunFinishedError        exit code 0: there is nothing left to do
     ├── SubmitError                 Slurm refused the job, or its commands are missing
     │   └── SlurmUnavailableError   no answer: nothing may be concluded from it
@@ -32,6 +33,12 @@ class SlurmPtError(Exception):
 
 class RunFolderError(SlurmPtError):
     """The run folder cannot be written, is damaged, or belongs to another job."""
+
+
+class DiskError(RunFolderError):
+    """The disk is full or broken: not a mistake in what was asked, and it may pass."""
+
+    exit_code = 1
 
 
 class RunFinishedError(RunFolderError):

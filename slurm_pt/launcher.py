@@ -65,8 +65,8 @@ def launch_points(
         ]
     statuses = watch(runs, client=client, poll_s=points[0].config.monitor.poll_s, console=console)
     if statuses is None:  # Ctrl-C
-        root = points[0].run.path.parent
-        back = f"Detached; the jobs go on. Come back with: slurm-pt status {root}"
+        place = submitted.folder or points[0].run.path.parent
+        back = f"Detached; the jobs go on. Come back with: slurm-pt status --watch {place}"
         console.print(back, soft_wrap=True, highlight=False)
         return [
             _pending(cfg, overrides, run)
@@ -96,7 +96,8 @@ def make_points(
     """Checks and plans every point. Raises ConfigError with the problems of all of them."""
     points, problems = [], []
     for number, (cfg, overrides) in enumerate(composed):
-        HydraConfig.instance().set_config(cfg)  # for ${hydra:...} in the user's values
+        if "hydra" in cfg:  # for ${hydra:...} in the user's values
+            HydraConfig.instance().set_config(cfg)
         try:
             read = read_config if "model" in cfg and "train" in cfg else read_job_config
             config = read(cfg)

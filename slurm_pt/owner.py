@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import socket
 import time
 from dataclasses import asdict, dataclass
@@ -104,10 +105,11 @@ def _refuse_while_alive(
     if reason is None:
         return
     who = f"Slurm job {current.job_key}" if current.job_key else f"process {current.pid}"
+    cancel = f"slurm-pt cancel {shlex.quote(str(run.path))}"
     raise RunFolderError(
         f"{run.path} belongs to {who} on {current.host}, which {reason}; two writers would destroy "
-        f"each other's checkpoints. Wait for it, or end it with `slurm-pt cancel {run.path}`, or "
-        "change a key that alters the result to get a run of its own"
+        f"each other's checkpoints. Wait for it, or end it with `{cancel}`, "
+        "or change a key that alters the result to get a run of its own"
     )
 
 
@@ -120,6 +122,15 @@ def _sign_of_life(
     """Why the current owner must be taken for alive, or None."""
     if current.released:
         return None
+    same_place = (current.boot_id, current.host) == (newcomer.boot_id, newcomer.host)
+    same_job = (current.job_key, current.restart_count) == (
+        newcomer.job_key,
+        newcomer.restart_count,
+    )
+    if same_place and same_job:
+        # Two starts by hand: outside Slurm, or one after the other in one allocation.
+        alive = pid_start_time(current.pid) == current.pid_start
+        return "is running" if alive else None
     if current.job_key is not None:
         if current.job_key == newcomer.job_key and current.restart_count < newcomer.restart_count:
             return None  # the requeued job itself
@@ -127,7 +138,7 @@ def _sign_of_life(
             running = job_is_running(current.job_key)
             if running is not None:
                 return "is running" if running else None
-    elif (current.boot_id, current.host) == (newcomer.boot_id, newcomer.host):
+    elif same_place:  # and the newcomer is a Slurm job
         alive = pid_start_time(current.pid) == current.pid_start
         return "is running" if alive else None
     age_s = heartbeat_age_s(run)

@@ -54,7 +54,7 @@ def _run_hydra(program: Callable[[Any], Any], config_path: str, config_name: str
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    from slurm_pt.launch.preemption import shield
+    from slurm_pt.launch.preemption import INTERRUPTED, shield
 
     @functools.wraps(program)
     def task(cfg: Any) -> Any:
@@ -69,6 +69,8 @@ def _run_hydra(program: Callable[[Any], Any], config_path: str, config_name: str
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:
         hydra.main(version_base="1.3", config_path=config_path, config_name=config_name)(task)()
+    except KeyboardInterrupt:
+        _complain("interrupted", INTERRUPTED)
     except SlurmPtError as error:
         _complain(str(error), error.exit_code)
     except (HydraException, OmegaConfBaseException) as error:
@@ -101,6 +103,8 @@ def run_program(program: Callable[[Any], Any], cfg: Any, *, exits: bool) -> int:
         except SlurmPtError as error:
             print(f"slurm_pt: {error}", file=sys.stderr, flush=True)  # noqa: T201
             code = _failed(error)
+        except SystemExit as error:
+            code = _failed(ProgramLeftError(error.code))
         except KeyboardInterrupt as error:  # before the run was started: later Ctrl-C is a wish
             _failed(error)
             code = INTERRUPTED
@@ -114,11 +118,19 @@ def run_program(program: Callable[[Any], Any], cfg: Any, *, exits: bool) -> int:
     return code
 
 
+class ProgramLeftError(Exception):
+    """The program called sys.exit, where only a return means that it has finished."""
+
+    def __init__(self, code: object):
+        super().__init__(f"the program called sys.exit({'' if code is None else code})")
+        self.exit_code = code if isinstance(code, int) and code else 1
+
+
 def _failed(error: BaseException) -> int:
     run = current_run.get()
     if run is not None:
         return run.fail(error)
-    code = error.exit_code if isinstance(error, SlurmPtError) else 1
+    code = getattr(error, "exit_code", 1)
     _record_early_end(error, code)
     return code
 
@@ -171,7 +183,9 @@ def explain_hydra(error: BaseException) -> str:
     )
     match = re.search(r"full_key: (\S+)", text)
     if match is None or "Key" not in text:
-        return text
+        noise = ("full_key:", "reference_type=", "object_type=")
+        kept = [line for line in text.splitlines() if not line.strip().startswith(noise)]
+        return "\n".join(kept).split("\nConfig search path:")[0]
     key = match[1]
     hint = nearest_key(key)
     return f"{key}: there is no such key{hint}\nTo fix: correct the name, or remove the override."

@@ -6,8 +6,10 @@ loop of your own can be.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
+import json
 import os
 import sys
 import threading
@@ -18,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig
-from slurm_pt.errors import SlurmPtError, SubmitError
+from slurm_pt.errors import RunFolderError, SlurmPtError, SubmitError
 from slurm_pt.launch.after_attempt import (
     FINISHED,
     USER_ERROR,
@@ -322,20 +324,22 @@ class Run:
             )
             self._leave()
             return WANTS_REQUEUE
-        self._barrier()  # done.json means that every rank got here
+        self._barrier()  # done.json means that every rank got here: without one there is none
         if self.rank == 0:
             done = {"step": self.step, "time": time.time(), **self._results}
-            if isinstance(result, int | float | str | dict | list):
-                done["result"] = result
+            if result is not None:
+                done["result"] = _plain(result)
             write_json(self.folder.done, done)
         self._exit_record(FINISHED, "finished")
         self._conclude_by_hand(Decision("none", Outcome.finished, "finished", FINISHED))
+        if self.by_hand and self.rank == 0:
+            print(f"slurm_pt: finished: {self.path}", file=sys.stderr)  # noqa: T201
         self._leave()
         return FINISHED
 
     def fail(self, error: BaseException) -> int:
         """The exit code after an exception. Not collective: the peers may be gone."""
-        code = error.exit_code if isinstance(error, SlurmPtError) else 1
+        code = int(getattr(error, "exit_code", 1))
         text = str(error).strip() or "no message"
         kind = "" if isinstance(error, SlurmPtError) else f"{type(error).__name__}: "
         self._exit_record(code, kind + text[:2000])
@@ -348,7 +352,10 @@ class Run:
 
     def _conclude_by_hand(self, decision: Decision) -> None:
         if self.by_hand and self.rank == 0:
-            conclude(self.attempt, decision)
+            try:
+                conclude(self.attempt, decision)
+            except (OSError, RunFolderError) as problem:
+                print(f"slurm_pt: {problem}", file=sys.stderr)  # noqa: T201
 
     def _exit_record(self, code: int, reason: str, *, cause: str | None = None) -> None:
         record = ExitRecord(
@@ -360,7 +367,10 @@ class Run:
             step=self.step,
             cause=cause,
         )
-        write_json(self.attempt.exit_record(self.rank), dataclasses.asdict(record))
+        try:
+            write_json(self.attempt.exit_record(self.rank), dataclasses.asdict(record))
+        except RunFolderError as problem:  # the true cause must not be hidden by a full disk
+            print(f"slurm_pt: {problem}", file=sys.stderr)  # noqa: T201
         self.heartbeat.phase = "end"
         self.heartbeat.beat(force=True)
 
@@ -368,7 +378,10 @@ class Run:
         """A last barrier, then the groups are closed; a hang here is cut off, not a failure."""
         import torch.distributed as dist
 
-        self._barrier()
+        try:
+            self._barrier()
+        except RuntimeError as error:
+            print(f"slurm_pt: at the end of the run: {error}", file=sys.stderr)  # noqa: T201
         self.comment.close()
         self.groups.close()
         dist.destroy_process_group()
@@ -381,14 +394,9 @@ class Run:
 
         if self.world_size == 1:
             return
-        try:
-            dist.monitored_barrier(
-                self.groups.background,
-                timeout=timedelta(seconds=END_BARRIER_S),
-                wait_all_ranks=True,
-            )
-        except RuntimeError as error:
-            print(f"slurm_pt: at the end of the run: {error}", file=sys.stderr)  # noqa: T201
+        dist.monitored_barrier(
+            self.groups.background, timeout=timedelta(seconds=END_BARRIER_S), wait_all_ranks=True
+        )
 
     # -------------------------------------------------------------------------------- plumbing
 
@@ -402,13 +410,23 @@ class Run:
 
     def _record(self, event: str, **fields: Any) -> None:
         if self.rank == 0:
-            self.folder.record_event(event, attempt=self.attempt.number, **fields)
+            with contextlib.suppress(OSError):  # a full disk must not end the training
+                self.folder.record_event(event, attempt=self.attempt.number, **fields)
 
     def _report_checkpoint(self, event: str, figures: dict[str, Any]) -> None:
         figures = {name: value for name, value in figures.items() if name != "event"}
         if self.request.time is not None:
             figures["since_signal_s"] = round(time.time() - self.request.time, 3)
         self._record(event, **figures)
+
+
+def _plain(result: object) -> object:
+    """A program's result as JSON, or in words where it is none."""
+    try:
+        json.dumps(result, allow_nan=False)
+    except (TypeError, ValueError):
+        return repr(result)
+    return result
 
 
 def owner_nonce(attempt: AttemptDir) -> str:

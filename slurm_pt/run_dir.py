@@ -7,6 +7,7 @@ can read, written aside and renamed, so a reader sees the old file or the new on
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import secrets
@@ -15,13 +16,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 from slurm_pt.config import JobConfig, plain_config, signature
-from slurm_pt.errors import ConfigError, Problem, RunFolderError
+from slurm_pt.errors import ConfigError, DiskError, Problem, RunFolderError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE}
+
+DEFAULT_ROOT = "runs"
+"""Where run_root points by default, from the folder that one works in."""
 
 
 def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
@@ -38,7 +46,8 @@ def write_text(path: Path, text: str, *, mode: int = 0o666) -> None:
     except OSError as error:
         with contextlib.suppress(OSError):
             temporary.unlink()
-        raise RunFolderError(
+        kind = DiskError if error.errno in _DISK_ERRORS else RunFolderError
+        raise kind(
             f"{path} cannot be written: {error.strerror}. Free some space or correct the folder's "
             "permissions, or set run_root to a folder that you can write"
         ) from error
@@ -235,6 +244,16 @@ class RunDir:
         attempt.logs.mkdir()
         return attempt
 
+    def read_config(self) -> DictConfig:
+        """The configuration that the run was made with. Raises RunFolderError."""
+        try:
+            cfg = OmegaConf.load(self.config)
+        except (OSError, yaml.YAMLError) as error:
+            raise RunFolderError(f"{self.config} cannot be read: {error}") from error
+        if not isinstance(cfg, DictConfig):
+            raise RunFolderError(f"{self.config} does not hold a configuration")
+        return cfg
+
     def committed_step(self) -> int:
         """The newest step whose checkpoint was committed, by looking at the names; 0 for none."""
         steps = [
@@ -266,11 +285,8 @@ def run_dir_of(config: JobConfig, cfg: Any) -> RunDir:
     return RunDir(root / f"{config.name}-{signature(cfg)}")
 
 
-def create_run(run: RunDir, *, cfg: Any, spec: dict[str, Any], plan: dict[str, Any]) -> None:
-    """Makes the folder and its inputs, or brings those of an existing one up to date.
-
-    The inputs stay for the life of the run: a requeued job reads them again.
-    """
+def make_folders(run: RunDir) -> None:
+    """Makes the run folder and those in it. Raises RunFolderError where that cannot be."""
     try:
         for folder in (run.path, run.attempts, run.heartbeats, run.checkpoints):
             folder.mkdir(parents=True, exist_ok=True)
@@ -279,6 +295,14 @@ def create_run(run: RunDir, *, cfg: Any, spec: dict[str, Any], plan: dict[str, A
             f"run_root={run.path.parent}: {error.filename} cannot be made: {error.strerror}. Set "
             "run_root to a folder that you can write, on a file system that all nodes share"
         ) from error
+
+
+def create_run(run: RunDir, *, cfg: Any, spec: dict[str, Any], plan: dict[str, Any]) -> None:
+    """Makes the folder and its inputs, or brings those of an existing one up to date.
+
+    The inputs stay for the life of the run: a requeued job reads them again.
+    """
+    make_folders(run)
     write_text(run.config, OmegaConf.to_yaml(OmegaConf.create(plain_config(cfg))))
     write_json(run.spec, spec)
     write_json(run.plan, plan)
@@ -286,10 +310,21 @@ def create_run(run: RunDir, *, cfg: Any, spec: dict[str, Any], plan: dict[str, A
 
 def open_run(path: Path | str) -> RunDir:
     """An existing run folder. Raises RunFolderError where there is none."""
-    run = RunDir(Path(path).expanduser().absolute())
+    run = RunDir(resolve_place(Path(path)))
     if not run.config.is_file():
         raise RunFolderError(
-            f"{run.path} is not a run folder (it has no config.yaml). "
-            "`slurm-pt status` lists the runs under run_root"
+            f"{path} is neither a run's folder nor the name of a run in ./{DEFAULT_ROOT}. "
+            "`slurm-pt status` lists the runs"
         )
     return run
+
+
+def resolve_place(place: Path) -> Path:
+    """The absolute path of a folder, or of the run in ./runs whose name begins with this word."""
+    path = place.expanduser().absolute()
+    if path.exists() or len(place.parts) != 1:
+        return path
+    named = [found.parent for found in Path(DEFAULT_ROOT).glob(f"{place.name}*/config.yaml")]
+    exact = [found for found in named if found.name == place.name]
+    chosen = exact or named
+    return chosen[0].absolute() if len(chosen) == 1 else path

@@ -22,12 +22,12 @@ from slurm_pt.plan import split_layers
 from slurm_pt.program import run_program
 from slurm_pt.run import Run
 from slurm_pt.run_dir import open_run, read_json
-from slurm_pt.start import Clock, say, start_run
+from slurm_pt.starting import Clock, say, start_run
 
 if TYPE_CHECKING:
-    from slurm_pt.train.loop import StepRecord
-    from slurm_pt.train.model import GPTStage
-    from slurm_pt.train.optimizer import NamedAdamW
+    from slurm_pt.training.loop import StepRecord
+    from slurm_pt.training.model import GPTStage
+    from slurm_pt.training.optimizer import NamedAdamW
 
 
 def train(cfg: Any) -> dict[str, Any] | None:
@@ -92,7 +92,7 @@ class _Trainer:
         return resumed.step
 
     def train(self, run: Run, first_step: int) -> Any:
-        from slurm_pt.train.loop import train_loop
+        from slurm_pt.training.loop import train_loop
 
         return train_loop(
             stage=self.stage,
@@ -143,9 +143,9 @@ class _Trainer:
 
 def _build(run: Run, config: RunConfig) -> _Trainer:
     """Model shard, optimizer and data of this rank."""
-    from slurm_pt.train.data import TokenDataset
-    from slurm_pt.train.model import GPTStage
-    from slurm_pt.train.optimizer import NamedAdamW
+    from slurm_pt.training.data import TokenDataset
+    from slurm_pt.training.model import GPTStage
+    from slurm_pt.training.optimizer import NamedAdamW
 
     groups = run.groups
     layers = split_layers(config.model.num_layers, groups.layout.pp)[groups.place.pp_rank]
@@ -175,7 +175,7 @@ def _data_folder(run: Run, config: RunConfig) -> Path:
         return Path(config.data.path).expanduser()
     import platform
 
-    from slurm_pt.train.corpus import prepare_stdlib
+    from slurm_pt.training.corpus import prepare_stdlib
 
     folder = run.path.parent / "data" / f"stdlib-{platform.python_version()}"
 
@@ -209,19 +209,24 @@ def _report_start(run: Run, first_step_s: float) -> None:
 def main() -> None:
     """One rank of a submitted run. Exits with the code of the contract, at once."""
     shield()
-    run = open_run(sys.argv[1])
-    spec = read_json(run.spec)
-    from omegaconf import OmegaConf
 
-    cfg = OmegaConf.load(run.config)
-    run_program(lambda c: load_entry(spec["entry"])(c), cfg, exits=True)
+    def program(path: str) -> Any:
+        run = open_run(path)
+        return load_entry(read_json(run.spec)["entry"])(run.read_config())
+
+    run_program(program, sys.argv[1], exits=True)
 
 
-def load_entry(entry: dict[str, str]) -> Callable[[Any], Any]:
+def load_entry(entry: dict[str, str] | None) -> Callable[[Any], Any]:
     """The program of a run: a function of a module, or of a file that is imported as one.
 
     Never run as `__main__`: what it spawns must be able to import it again.
     """
+    if entry is None:
+        raise LaunchError(
+            "this run was started by hand, so it is not known which program it belongs to. Give "
+            "the same command again, with hydra/launcher=slurm_pt to submit it"
+        )
     if "module" in entry:
         module = importlib.import_module(entry["module"])
     else:

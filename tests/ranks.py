@@ -1,6 +1,6 @@
 """Runs a function on n gloo processes of this machine and collects what each returns.
 
-    results = run_ranks(8, "tests.train.cases:layouts_agree", arguments, deadline_s=120)
+    results = run_ranks(8, "tests.training.cases:layouts_agree", arguments, deadline_s=120)
 
 One launcher process imports torch once and forks the ranks: eight ranks start in about two
 seconds, where eight interpreters took 14. The first rank that fails decides: its traceback is

@@ -23,16 +23,16 @@ LAYERS = [
     ("submit",),
     ("launch",),
     ("parallel",),
-    ("train",),
+    ("training",),
     ("checkpoint",),
     ("monitor",),
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WIRING = {
-    *("worker", "start", "run", "program", "session", "launcher", "compose"),
+    *("worker", "starting", "run", "program", "session", "launcher", "compose"),
     *("cli", "demo", "demo_program", "hydra_plugins"),
 }
-WITH_TORCH = {"parallel", "train", "checkpoint", "worker", "start", "run"}
+WITH_TORCH = {"parallel", "training", "checkpoint", "worker", "starting", "run"}
 TORCH = {"torch", "deepspeed"}
 DEVCLUSTER_MAY = {"errors", "devcluster"}
 
@@ -102,7 +102,7 @@ def test_every_import_goes_to_the_left(path):
     [
         ("plan", "import torch", True),
         ("launch", "def f():\n    from torch.distributed import Store", True),
-        ("train", "import torch.nn as nn", False),
+        ("training", "import torch.nn as nn", False),
         ("launch", "if TYPE_CHECKING:\n    import torch", False),
         ("launch", "if typing.TYPE_CHECKING:\n    pass\nelse:\n    import torch", True),
         ("plan", "from slurm_pt.submit import slurm", True),

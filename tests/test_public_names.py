@@ -40,3 +40,9 @@ def test_the_version_is_the_same_everywhere():
     assert newest is not None, "CHANGELOG.md has no heading such as `## [0.1.0]`"
     assert slurm_pt.__version__ == declared == newest[1]
     assert importlib.metadata.version("slurm_pt") == declared, "run `make setup` again"
+
+
+def test_no_module_of_ours_takes_the_place_of_a_public_name():
+    # Importing slurm_pt.x sets the attribute x of the package, whatever it was before.
+    modules = {path.stem for path in (Path(slurm_pt.__file__).parent).iterdir()}
+    assert not modules & set(slurm_pt.__all__)

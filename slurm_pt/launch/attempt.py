@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from slurm_pt.config import JobConfig, read_job_config
-from slurm_pt.errors import SlurmPtError, SlurmUnavailableError, SubmitError
+from slurm_pt.errors import RunFolderError, SlurmPtError, SlurmUnavailableError, SubmitError
 from slurm_pt.launch.after_attempt import (
     WANTS_REQUEUE,
     Decision,
@@ -65,12 +65,7 @@ def begin_attempt(run: RunDir) -> AttemptDir | None:
 
 def read_config_of(run: RunDir) -> JobConfig:
     """The job part of the configuration that a run was made with."""
-    from omegaconf import DictConfig, OmegaConf
-
-    cfg = OmegaConf.load(run.config)
-    if not isinstance(cfg, DictConfig):
-        raise SlurmPtError(f"{run.config} does not hold a configuration")
-    return read_job_config(cfg)
+    return read_job_config(run.read_config())
 
 
 def end_attempt(attempt: AttemptDir, *, srun_code: int, cause: StopCause) -> Decision:
@@ -133,7 +128,10 @@ def _end_in_slurm(attempt: AttemptDir, srun_code: int) -> int:
     if srun_code != 0 and job_key is not None:
         cause = _ask_for_cause(client, job_key, read_config_of(run).slurm.signal_lead_s)
     decision = end_attempt(attempt, srun_code=srun_code, cause=cause)
-    conclude(attempt, decision)
+    try:
+        conclude(attempt, decision)
+    except (OSError, RunFolderError) as error:  # a full disk must not keep the job from going on
+        click.echo(f"slurm_pt: the end of this attempt is not on record: {error}", err=True)
     click.echo(f"slurm_pt: {decision.outcome.value}: {decision.reason}", err=True)
     if decision.action != "requeue" or job_key is None:
         return decision.exit_code

@@ -24,6 +24,10 @@ INTERRUPTED = 128 + signal.SIGINT
 """Exit code of a program that Ctrl-C ended, as in shells."""
 
 
+SECOND_WISH_S = 1.0
+"""A second Ctrl-C that comes later than this is meant as one."""
+
+
 def shield() -> None:
     """Blocks the stop signals in this process and in every process it will start.
 
@@ -72,8 +76,10 @@ def _wait_for_signals(request: StopRequest, signals: frozenset[signal.Signals]) 
     while True:
         number = signal.sigwait(signals)
         if number == signal.SIGINT:
-            if request.is_set():
+            if request.time is not None and time.time() - request.time > SECOND_WISH_S:
                 os._exit(INTERRUPTED)
+            if request.is_set():  # the same key press: a shell signals the whole process group
+                continue
             message = "stopping after this step, with a checkpoint; Ctrl-C again leaves at once"
             print(f"\nslurm_pt: {message}", file=sys.stderr, flush=True)  # noqa: T201
         request.set(signal.Signals(number).name)

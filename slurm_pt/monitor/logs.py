@@ -28,6 +28,9 @@ def show_logs(
     if not chosen.path.is_dir():
         numbers = ", ".join(str(a.number) for a in attempts)
         raise RunFolderError(f"{run.path} has no attempt {attempt}. There are: {numbers}")
+    ranks = len(list(chosen.logs.glob("rank_*.log")))
+    if rank is not None and rank >= ranks > 0:
+        raise RunFolderError(f"attempt {chosen.number} of {run.name} has ranks 0 to {ranks - 1}")
     positions: dict[Path, int] = {}
     while True:
         newest = run.list_attempts()[-1]

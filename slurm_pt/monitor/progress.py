@@ -115,5 +115,9 @@ def render_rate(tokens_per_s: float | None) -> str:
 
 
 def record_metrics(run: RunDir, record: dict[str, Any]) -> None:
-    """One line in metrics.jsonl. Floats are written so that they read back bit for bit."""
-    append_json_line(run.metrics, record)
+    """One line in metrics.jsonl. Floats are written so that they read back bit for bit.
+
+    A full disk must not end the training: the line is then missing.
+    """
+    with contextlib.suppress(OSError):
+        append_json_line(run.metrics, record)

@@ -33,7 +33,9 @@ def ask_squeue(*, max_age_s: float) -> SqueueAnswer:
     client = SlurmClient()
     if not client.is_available():
         # Not "no jobs": a run that was submitted elsewhere may well be running.
-        return SqueueAnswer(None, "no Slurm here: only local runs have a state")
+        return SqueueAnswer(
+            None, "no Slurm here (is SLURM_CONF set?): only local runs have a state"
+        )
     path = _cache_path()
     if path is None:
         return _ask(client)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import RunDir, find_json
+from slurm_pt.run_dir import AttemptDir, RunDir, find_json, read_json, resolve_place
 from slurm_pt.submit.run_state import RunPhase, RunState, run_state
 
 if TYPE_CHECKING:
@@ -31,11 +31,16 @@ class RunStatus:
     phase: str | None
     """What rank 0 is doing."""
     heartbeat_age_s: float | None
+    overrides: tuple[str, ...] = ()
+    """What was set on the command line."""
+    last_end: str = ""
+    """How the attempt before the one under way ended."""
 
     def as_json(self) -> dict[str, Any]:
         return {
             "run": self.run.name,
             "path": str(self.run.path),
+            "overrides": list(self.overrides),
             "state": self.state.phase.value,
             "reason": self.state.reason,
             "job": self.state.job_key,
@@ -80,14 +85,31 @@ def read_status(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunStatus:
         tokens_per_s=beat.get("tokens_per_s") if running else None,
         phase=beat.get("phase") if running else None,
         heartbeat_age_s=age_s,
+        overrides=_overrides(run),
+        last_end=_last_end(attempts),
     )
+
+
+def _last_end(attempts: Sequence[AttemptDir]) -> str:
+    for attempt in reversed(attempts):
+        end = find_json(attempt.end)
+        if end is not None:
+            return str(end["reason"])
+    return ""
+
+
+def _overrides(run: RunDir) -> tuple[str, ...]:
+    try:
+        return tuple(read_json(run.spec)["overrides"])
+    except (RunFolderError, KeyError):
+        return ()
 
 
 def find_runs(places: Iterable[Path]) -> list[RunDir]:
     """The runs at or directly below each place, in the order of their names."""
     runs: dict[Path, RunDir] = {}
     for place in places:
-        place = place.expanduser().absolute()
+        place = resolve_place(place)
         if (place / "config.yaml").is_file():
             runs[place] = RunDir(place)
         elif manifests := _manifests(place):  # a sweep's folder

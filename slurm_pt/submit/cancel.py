@@ -7,7 +7,8 @@ import signal
 from typing import TYPE_CHECKING
 
 from slurm_pt.owner import pid_start_time
-from slurm_pt.run_dir import RunDir, find_json
+from slurm_pt.run_dir import RunDir
+from slurm_pt.submit.run_state import current_job, last_decision
 
 if TYPE_CHECKING:
     from slurm_pt.submit.slurm import SlurmClient
@@ -17,9 +18,12 @@ def cancel_run(run: RunDir, client: SlurmClient) -> str:
     """Cancels a run's job or local processes; what was done, in words."""
     if run.done.exists():
         return "finished already"
-    job = find_json(run.job)
+    job = current_job(run)
     if job is None:
-        return "was never submitted"
+        return "was never submitted; end a run that was started by hand with Ctrl-C"
+    end = last_decision(run)
+    if end is not None and end["action"] == "stop" and end["time"] > job["submitted"]:
+        return f"has ended already: {end['reason']}"
     run.record_event("cancel_requested")
     if job.get("job_key"):
         client.cancel(job["job_key"])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
-from slurm_pt.owner import HEARTBEAT_GRACE_S, heartbeat_age_s, pid_start_time
+from slurm_pt.owner import HEARTBEAT_GRACE_S, boot_id, heartbeat_age_s, pid_start_time, read_owner
 from slurm_pt.run_dir import RunDir, find_json
 from slurm_pt.submit.states import JobPhase
 
@@ -31,11 +31,12 @@ class RunPhase(Enum):
     finished = "finished"
     failed = "failed"
     cancelled = "cancelled"
+    stopped = "stopped"
     unknown = "unknown"
 
     @property
     def is_final(self) -> bool:
-        return self in {RunPhase.finished, RunPhase.failed, RunPhase.cancelled}
+        return self in {RunPhase.finished, RunPhase.failed, RunPhase.cancelled, RunPhase.stopped}
 
     @property
     def is_alive(self) -> bool:
@@ -63,9 +64,18 @@ _FROM_JOB = {
 }
 
 
+_FROM_OUTCOME = {
+    "cancelled": RunPhase.cancelled,
+    # Started by hand: nobody requeues it.
+    "stopped": RunPhase.stopped,
+    "preempted": RunPhase.stopped,
+    "timed out": RunPhase.stopped,
+}
+
+
 def run_state(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunState:
     """The state of a run; `jobs` is what Slurm answered (None: it did not answer)."""
-    job: dict[str, Any] | None = find_json(run.job)
+    job: dict[str, Any] | None = current_job(run)
     key = job.get("job_key") if job else None
     view = jobs.get(key) if jobs is not None and key else None
     leaving = view is not None and view.state == "COMPLETING" and run.done.exists()
@@ -80,16 +90,33 @@ def run_state(run: RunDir, jobs: Mapping[str, JobView] | None) -> RunState:
     return _state_of_ended(run, job, key, view, answered=jobs is not None)
 
 
+def current_job(run: RunDir) -> dict[str, Any] | None:
+    """The job that a run is in, or was in last: submitted by us, or `sbatch` or `srun` by hand."""
+    submitted: dict[str, Any] | None = find_json(run.job)
+    attempts = run.list_attempts()
+    begin = find_json(attempts[-1].begin) if attempts else None
+    key = begin["owner"]["job_key"] if begin else None
+    if key is None or begin is None:
+        return submitted
+    if submitted and (submitted.get("job_key") == key or submitted["submitted"] > begin["time"]):
+        return submitted
+    return {"job_key": key, "submitted": begin["time"]}
+
+
 def _state_without_job(run: RunDir) -> RunState:
-    """A run that was started by hand (python, srun, torchrun), or not at all."""
+    """A run that was started by hand outside Slurm, or not at all."""
     if not run.list_attempts():
         return RunState(RunPhase.not_submitted)
-    age_s = heartbeat_age_s(run)
-    if age_s is not None and age_s < HEARTBEAT_GRACE_S and last_decision(run) is None:
+    recorded = _state_from_records(run, None, None)
+    if recorded is not None:
+        return recorded
+    owner, age_s = read_owner(run), heartbeat_age_s(run)
+    seen = age_s is not None and age_s < HEARTBEAT_GRACE_S
+    if owner is not None and (owner.boot_id, owner.host) == (boot_id(), os.uname().nodename):
+        seen = pid_start_time(owner.pid) == owner.pid_start
+    if seen and last_decision(run) is None:
         return RunState(RunPhase.running, "started by hand")
-    return _state_from_records(run, None, None) or RunState(
-        RunPhase.failed, "left without a record of its end"
-    )
+    return RunState(RunPhase.failed, "ended without a word; the same command goes on with it")
 
 
 def _state_of_local(run: RunDir, job: dict[str, Any]) -> RunState:
@@ -128,7 +155,8 @@ def _state_of_ended(
     if view.phase is JobPhase.unknown:
         return RunState(RunPhase.unknown, f"Slurm says {word}", key, word)
     said = "COMPLETED, but the run left no done.json" if word == "COMPLETED" else word or ""
-    return RunState(RunPhase.failed, f"Slurm says {said}", key, word)
+    why = f" ({view.reason})" if view.reason not in {"", "None"} else ""
+    return RunState(RunPhase.failed, f"Slurm says {said}{why}", key, word)
 
 
 def last_decision(run: RunDir) -> dict[str, Any] | None:
@@ -143,5 +171,5 @@ def _state_from_records(
     decision = last_decision(run)
     if decision is None or decision["time"] < since or decision["action"] != "stop":
         return None
-    phase = RunPhase.cancelled if decision["outcome"] == "cancelled" else RunPhase.failed
+    phase = _FROM_OUTCOME.get(decision["outcome"], RunPhase.failed)
     return RunState(phase, decision["reason"], key, word)

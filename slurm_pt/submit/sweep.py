@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -72,14 +73,28 @@ def submit_points(
     already = tuple((point.run, state) for point, state in states if not _is_due(state))
     if not new:
         return Submitted(None, (), already)
+    fresh = [point.run for point in new if not point.run.path.exists()]
     for point in new:
         create_run(point.run, cfg=point.cfg, spec=point.spec, plan=point.plan.as_json())
     folder = _sweep_folder(new)
-    if client is None:
-        _submit_locally(folder, new)
-    else:
-        _submit_to_slurm(folder, new, client)
+    try:
+        if client is None:
+            _submit_locally(folder, new)
+        else:
+            _submit_to_slurm(folder, new, client)
+    except SubmitError:
+        _remove_what_was_not_submitted(fresh, folder)
+        raise
     return Submitted(folder, tuple(point.run for point in new), already)
+
+
+def _remove_what_was_not_submitted(fresh: Sequence[RunDir], folder: Path) -> None:
+    """After a refusal: folders that were made for nothing would be shown as runs for ever."""
+    for run in fresh:
+        if not run.job.exists() and not run.list_attempts():
+            shutil.rmtree(run.path, ignore_errors=True)
+    if not any(run.job.exists() for run in fresh):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_due(state: RunState) -> bool:

@@ -81,7 +81,7 @@ def test_ctrl_c_detaches_says_how_to_come_back_and_leaves_the_jobs_running(user:
     user.waits_for_step(run, 2)
     os.kill(launcher.pid, signal.SIGINT)
     out, _ = launcher.communicate(timeout=60)
-    assert f"slurm-pt status {user.root}" in out
+    assert f"slurm-pt status --watch {user.root}/sweeps/" in out
     assert "Traceback" not in out
     assert launcher.returncode == 0
     step = user.status()[0]["step"]

@@ -150,7 +150,7 @@ def test_the_commands_of_the_batch_script_without_scontrol_f31(run, in_job):
     # The next step never comes by itself, and the record says so.
     assert read_json(attempt.end)["action"] == "stop"
     assert [e["event"] for e in run.read_events()][-2:] == ["attempt_ended", "requeue_refused"]
-    assert run_state(run, {}).phase is RunPhase.failed
+    assert run_state(run, {}).phase is RunPhase.stopped
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path):

@@ -7,6 +7,7 @@ Imports nothing heavy: Hydra loads every plugin at each start.
 # where dataclasses look for the names in annotations that are text.
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra.core.config_search_path import ConfigSearchPath
@@ -69,6 +70,9 @@ class SlurmPtLauncher(Launcher):
 
         if self.hydra_context is None or self.task_function is None or self.config is None:
             raise RuntimeError("Hydra calls setup before launch")
+        # Hydra's sweeper writes the sweep's config into the folder it was started in; ours is with
+        # each run.
+        Path(self.config.hydra.sweep.dir, "multirun.yaml").unlink(missing_ok=True)
         composed: list[tuple[Any, Sequence[str]]] = []
         for number, overrides in enumerate(job_overrides, start=initial_job_idx):
             cfg = self.hydra_context.config_loader.load_sweep_config(self.config, list(overrides))

@@ -7,7 +7,7 @@ pytestmark = pytest.mark.ranks
 
 @pytest.fixture(scope="module")
 def ends(tokens):
-    return run_ranks(4, "tests.train.cases:stops", tokens, (2, 2, 1), 50, deadline_s=1800.0)
+    return run_ranks(4, "tests.training.cases:stops", tokens, (2, 2, 1), 50, deadline_s=1800.0)
 
 
 def test_a_flag_on_any_rank_ends_all_ranks_after_the_same_step(ends):
@@ -31,5 +31,5 @@ def test_a_stop_asked_for_in_the_last_step_is_an_ordinary_end(ends):
 )
 def test_a_repeated_and_a_resumed_run_equal_the_first_bit_for_bit(tokens, layout):
     world_size = layout[0] * layout[1] * layout[2]
-    for found in run_ranks(world_size, "tests.train.cases:resumes", tokens, layout):
+    for found in run_ranks(world_size, "tests.training.cases:resumes", tokens, layout):
         assert found == dict.fromkeys(found, True)

@@ -25,14 +25,14 @@ from slurm_pt.parallel.data import (
 )
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_pipeline
-from slurm_pt.train.model import GPTStage, MicroBatch
-from slurm_pt.train.optimizer import NamedAdamW, learning_rate
+from slurm_pt.training.model import GPTStage, MicroBatch
+from slurm_pt.training.optimizer import NamedAdamW, learning_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slurm_pt.config.schema import TrainConfig
-    from slurm_pt.train.data import TokenDataset
+    from slurm_pt.training.data import TokenDataset
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from slurm_pt.config.schema import TrainConfig
-from slurm_pt.train.optimizer import NamedAdamW, learning_rate
+from slurm_pt.training.optimizer import NamedAdamW, learning_rate
 
 CONFIG = TrainConfig(
     steps=13, global_batch_size=1, seq_len=1, lr=1.0, min_lr=0.1, warmup_steps=4, weight_decay=0.5

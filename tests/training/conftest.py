@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from slurm_pt.train.corpus import prepare
+from slurm_pt.training.corpus import prepare
 
 
 @pytest.fixture(scope="session")

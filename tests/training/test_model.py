@@ -7,7 +7,7 @@ import torch.distributed as dist
 from slurm_pt.config.schema import DType, ModelConfig
 from slurm_pt.parallel.groups import create_groups
 from slurm_pt.plan.layout import ParallelLayout
-from slurm_pt.train.model import GPTStage, MicroBatch, SampleDropout
+from slurm_pt.training.model import GPTStage, MicroBatch, SampleDropout
 
 MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=3, vocab_size=40, max_seq_len=12)
 

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from slurm_pt.config.schema import DType, ModelConfig, TrainConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.plan.layout import ParallelLayout, split_layers
-from slurm_pt.train.data import TokenDataset
-from slurm_pt.train.loop import LoopEnd, StepRecord, train_loop
-from slurm_pt.train.model import GPTStage
-from slurm_pt.train.optimizer import NamedAdamW
+from slurm_pt.training.data import TokenDataset
+from slurm_pt.training.loop import LoopEnd, StepRecord, train_loop
+from slurm_pt.training.model import GPTStage
+from slurm_pt.training.optimizer import NamedAdamW
 
 if TYPE_CHECKING:
     from collections.abc import Callable

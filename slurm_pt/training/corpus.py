@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from slurm_pt.errors import DataError
-from slurm_pt.train.data import DTYPES, INFO, TOKENS, TokenInfo, read_token_info
+from slurm_pt.training.data import DTYPES, INFO, TOKENS, TokenInfo, read_token_info
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

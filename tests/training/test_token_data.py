@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_pt.errors import DataError
-from slurm_pt.train.data import (
+from slurm_pt.training.data import (
     INFO,
     TOKENS,
     TokenDataset,

@@ -23,7 +23,7 @@ from slurm_pt.launch.preemption import StopRequest, listen
 from slurm_pt.monitor.progress import JobComment, make_heartbeat
 from slurm_pt.plan import Plan, make_plan
 from slurm_pt.run import Run, owner_nonce
-from slurm_pt.run_dir import AttemptDir, RunDir, create_run, read_json, run_dir_of
+from slurm_pt.run_dir import AttemptDir, RunDir, create_run, make_folders, read_json, run_dir_of
 from slurm_pt.session import current_run
 from slurm_pt.submit.slurm import SlurmClient
 
@@ -81,6 +81,8 @@ def start_run(cfg: Any, config: JobConfig) -> Run:
     if "finished" in meeting.agreed:
         raise RunFinishedError(meeting.agreed["finished"])
     attempt = AttemptDir(Path(meeting.agreed["attempt"]))
+    if by_hand and info.rank == 0:
+        say(f"run folder: {folder.path}")
     clock.lap("rendezvous")
     device = _device(config, info)
     clock.lap("imports")
@@ -228,9 +230,12 @@ def _begin(folder: RunDir, *, cfg: Any, plan: Plan) -> dict[str, Any]:
     if given:
         return {"attempt": given}
     try:
-        spec = {"entry": None, "overrides": sys.argv[1:], "cwd": str(Path.cwd())}
-        create_run(folder, cfg=cfg, spec=spec, plan=plan.as_json())
+        make_folders(folder)
         attempt = begin_attempt(folder)
+        if attempt is not None and not folder.spec.exists():
+            # Only now, as the owner, and never over the inputs of a job that was submitted.
+            spec = {"entry": None, "overrides": sys.argv[1:], "cwd": str(Path.cwd())}
+            create_run(folder, cfg=cfg, spec=spec, plan=plan.as_json())
     except SlurmPtError as error:
         return {"refused": str(error)}
     if attempt is None:

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ranks import run_ranks
-from tests.train.cases import TRAIN, VARIANTS
+from tests.training.cases import TRAIN, VARIANTS
 
 pytestmark = pytest.mark.ranks
 
@@ -17,18 +17,18 @@ EIGHT = {(2, 2, 2): list(VARIANTS)}
 
 @pytest.fixture(scope="module")
 def alone(tokens):
-    (found,) = run_ranks(1, "tests.train.cases:curves", tokens, {(1, 1, 1): list(VARIANTS)})
+    (found,) = run_ranks(1, "tests.training.cases:curves", tokens, {(1, 1, 1): list(VARIANTS)})
     return found[1, 1, 1]
 
 
 @pytest.fixture(scope="module")
 def four_ranks(tokens):
-    return run_ranks(4, "tests.train.cases:curves", tokens, FOUR, deadline_s=1800.0)
+    return run_ranks(4, "tests.training.cases:curves", tokens, FOUR, deadline_s=1800.0)
 
 
 @pytest.fixture(scope="module")
 def eight_ranks(tokens):
-    return run_ranks(8, "tests.train.cases:curves", tokens, EIGHT, deadline_s=1800.0)
+    return run_ranks(8, "tests.training.cases:curves", tokens, EIGHT, deadline_s=1800.0)
 
 
 def check(ranks, layout, variant, alone):
@@ -68,9 +68,9 @@ def test_the_reference_runs_learn_clip_and_differ(alone):
 
 
 def test_initial_weights_do_not_depend_on_the_layout():
-    (alone,) = run_ranks(1, "tests.train.cases:full_parameters", [(1, 1, 1)])
+    (alone,) = run_ranks(1, "tests.training.cases:full_parameters", [(1, 1, 1)])
     layouts = [(2, 2, 1), (4, 1, 1), (1, 4, 1)]
-    ranks = run_ranks(4, "tests.train.cases:full_parameters", layouts)
+    ranks = run_ranks(4, "tests.training.cases:full_parameters", layouts)
     for index in range(len(layouts)):
         merged = {}
         for rank in ranks:
