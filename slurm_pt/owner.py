@@ -39,14 +39,15 @@ class Owner:
     released: bool = False
 
 
-def this_process(*, job_key: str | None, restart_count: int) -> Owner:
-    """An owner record for this process and its Slurm job."""
+def this_process(*, job_key: str | None, restart_count: int, pid: int | None = None) -> Owner:
+    """An owner record for this process (or the one that it acts for) and its Slurm job."""
+    pid = os.getpid() if pid is None else pid
     return Owner(
         nonce=secrets.token_hex(8),
         host=socket.gethostname(),
         boot_id=boot_id(),
-        pid=os.getpid(),
-        pid_start=pid_start_time(os.getpid()),
+        pid=pid,
+        pid_start=pid_start_time(pid),
         job_key=job_key,
         restart_count=restart_count,
         time=time.time(),

@@ -313,8 +313,8 @@ def open_run(path: Path | str) -> RunDir:
     run = RunDir(resolve_place(Path(path)))
     if not run.config.is_file():
         raise RunFolderError(
-            f"{path} is neither a run's folder nor the name of a run in ./{DEFAULT_ROOT}. "
-            "`slurm-pt status` lists the runs"
+            f"{path} is not a run folder (it has no config.yaml), nor the name of a run in "
+            f"./{DEFAULT_ROOT}. `slurm-pt status` lists the runs"
         )
     return run
 

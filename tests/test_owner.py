@@ -69,7 +69,15 @@ def test_the_first_owner_is_on_record_and_may_write(tmp_path):
         pytest.param(
             {"job_key": "7"}, {"job_key": "7", "restart_count": 1}, RUNNING, 5, None, id="requeued"
         ),
-        pytest.param({"job_key": "7"}, {"job_key": "7"}, RUNNING, 5, "a sign", id="twice in a job"),
+        pytest.param({"job_key": "7"}, {"job_key": "7"}, RUNNING, 5, None, id="again in a job"),
+        pytest.param(
+            {"job_key": "7", "pid": os.getpid(), "pid_start": pid_start_time(os.getpid())},
+            {"job_key": "7"},
+            RUNNING,
+            None,
+            "is running",
+            id="twice in a job",
+        ),
         pytest.param(
             {"job_key": "7_1"}, {"job_key": "7_2"}, RUNNING, None, "is running", id="array sibling"
         ),

@@ -37,8 +37,10 @@ REQUEUE_PAUSES_S = (1, 2, 4, 8, 15, 30, 60, 60, 60, 60)
 """Five minutes: a controller that is restarted comes back within that."""
 
 
-def begin_attempt(run: RunDir) -> AttemptDir | None:
+def begin_attempt(run: RunDir, *, pid: int | None = None) -> AttemptDir | None:
     """The folder of a new attempt, owned by this job; None if the run is finished.
+
+    `pid` is the process that lives as long as the attempt (default: this one).
 
     Safe to repeat after a kill at any moment: what an earlier try left is passed over.
     Raises RunFolderError while another writer lives.
@@ -47,7 +49,7 @@ def begin_attempt(run: RunDir) -> AttemptDir | None:
         return None
     job_key = slurm_job_key(os.environ)
     restart_count = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    owner = this_process(job_key=job_key, restart_count=restart_count)
+    owner = this_process(job_key=job_key, restart_count=restart_count, pid=pid)
     take_ownership(run, owner, job_is_running=SlurmClient().job_is_running)
     attempt = run.new_attempt()
     record = {
@@ -174,9 +176,10 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("run_path", type=click.Path(path_type=Path))
-def begin(run_path: Path) -> None:
+@click.option("--pid", type=int, default=os.getppid, help="The batch shell.")
+def begin(run_path: Path, pid: int) -> None:
     """Take the run folder and print the new attempt's folder."""
-    attempt = begin_attempt(open_run(run_path))
+    attempt = begin_attempt(open_run(run_path), pid=pid)
     if attempt is not None:
         click.echo(attempt.path)
 

@@ -20,7 +20,7 @@ def cancel_run(run: RunDir, client: SlurmClient) -> str:
         return "finished already"
     job = current_job(run)
     if job is None:
-        return "was never submitted; end a run that was started by hand with Ctrl-C"
+        return "was never submitted"
     end = last_decision(run)
     if end is not None and end["action"] == "stop" and end["time"] > job["submitted"]:
         return f"has ended already: {end['reason']}"

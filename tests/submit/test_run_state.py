@@ -166,7 +166,10 @@ def test_a_run_started_by_hand_lives_by_its_heartbeats(tmp_path):
     assert run_state(run, {}).phase is RunPhase.running
     beat(run, HEARTBEAT_GRACE_S + 5)
     found = run_state(run, {})
-    assert (found.phase, found.reason) == (RunPhase.failed, "left without a record of its end")
+    assert (found.phase, found.reason) == (
+        RunPhase.failed,
+        "ended without a word; the same command goes on with it",
+    )
     beat(run, 5)
     write_end(attempt, outcome="failed", action="stop", time=time.time())
     assert run_state(run, {}).phase is RunPhase.failed
