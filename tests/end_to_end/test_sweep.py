@@ -155,3 +155,27 @@ def test_your_own_loop_under_ddp_is_preempted_and_resumed(user: User) -> None:
     assert "resumed" in events, tell(run)
     losses = [{step: m["loss"] for step, m in r.read_metrics().items()} for r in (run, reference)]
     assert losses[0] == losses[1]
+
+
+def test_a_cancelled_run_is_submitted_again_by_its_folder(user: User) -> None:
+    (run,) = user.submits(*SMALL, "train.steps=150")
+    user.waits_for_step(run, 2)
+    assert user.types("slurm-pt", "cancel", str(run.path)).code == 0
+    user.waits_for(run.attempt(0).end.exists, "end", [run])
+    user.waits_for(lambda: user.status()[0]["state"] == "cancelled", "state cancelled", [run])
+    again = user.types("slurm-pt", "submit", "--run", str(run.path))
+    assert again.code == 0, again.text
+    user.waits_for(run.done.exists, "end of the second attempt", [run])
+    assert run.read_events("resumed")[0]["step"] >= 2
+
+
+def test_a_refused_start_by_hand_leaves_the_running_job_what_it_needs_to_resume(user: User) -> None:
+    (run,) = user.submits(*SMALL, "train.steps=150", "slurm.qos=low")
+    user.waits_for_step(run, 2)
+    spec = run.spec.read_text()
+    by_hand = user.types(*user.train(*SMALL, "train.steps=150", f"run_root={user.root}"))
+    assert by_hand.code == 2, by_hand.text
+    assert "belongs to Slurm job" in by_hand.text
+    assert run.spec.read_text() == spec
+    user.takes_nodes(nodes=4)
+    user.waits_for_end(run)

@@ -243,6 +243,8 @@ def test_the_script_begins_an_attempt_starts_the_ranks_and_ends_it(tmp_path):
     folder = tmp_path / NASTY
     code, calls, attempt = run_script(folder, srun_code=7, end_code=75)
     run = str(folder / "gpt-0")
+    assert calls[0][-2] == "--pid"  # of the batch shell, which lives as long as the attempt
+    del calls[0][-2:]
     assert calls == [
         ["-m", "slurm_pt.launch.attempt", "begin", run],
         ["-u", "-m", "slurm_pt.worker", run],
@@ -258,7 +260,7 @@ def test_the_script_begins_an_attempt_starts_the_ranks_and_ends_it(tmp_path):
 
 def test_a_task_of_an_array_takes_its_own_line(tmp_path):
     _, calls, _ = run_script(tmp_path / NASTY, runs=3, task=1)
-    assert calls[0][-1] == str(tmp_path / NASTY / "gpt-1")
+    assert calls[0][3] == str(tmp_path / NASTY / "gpt-1")
 
 
 def test_a_finished_run_ends_the_script_at_once_and_well(tmp_path):
