@@ -151,27 +151,41 @@ def failures_in_a_row(progress: tuple[int, int], history: Sequence[PastAttempt])
     return in_a_row
 
 
+_LOST_A_PEER = re.compile(
+    r"connection (?:was )?(?:reset|closed|refused|aborted)|closed by peer|broken pipe|"
+    r"remote (?:process|worker)|ncclRemoteError|LostRankError|socket (?:closed|timeout)",
+    re.IGNORECASE,
+)
+"""What gloo, NCCL and torch's store say on a rank whose peer is gone."""
+
+
 def describe_failure(
     records: Sequence[ExitRecord], world_size: int, srun_code: int, srun_said: str
 ) -> str:
     """The first thing that went wrong: which rank, where, and how.
 
-    srun names the tasks in the order in which they ended. Without its word, the earliest record
-    of a failure is the first; ranks without a record were killed, by then or because of it.
+    A rank that lost the connection to another failed because of it, and srun may well name it
+    first: it counts only where nobody else can have been the cause. Among the others srun's order
+    decides, in which the tasks ended; without its word, the earliest record.
     """
     if not records:
         return f"no rank left a record; srun ended with {srun_code}{_quote(srun_said)}"
     failed = {r.rank: r for r in records if r.code not in {FINISHED, WANTS_REQUEUE}}
     silent = sorted(set(range(world_size)) - {record.rank for record in records})
-    named = next((rank for rank in _tasks_in_order(srun_said) if rank in {*failed, *silent}), None)
-    if named in failed:
-        return _describe_record(failed[named])
-    if named is None and failed:
-        return _describe_record(min(failed.values(), key=lambda record: record.time))
+    own = {
+        rank: record for rank, record in failed.items() if not _LOST_A_PEER.search(record.reason)
+    }
+    suspects = own if own or silent else failed
+    order = _tasks_in_order(srun_said)
+    named = next((rank for rank in order if rank in suspects or rank in silent), None)
+    if named in suspects:
+        return _describe_record(suspects[named])
+    if named is None and suspects:
+        return _describe_record(min(suspects.values(), key=lambda record: record.time))
     if silent:
         shown = ", ".join(map(str, silent[:8])) + (" ..." if len(silent) > 8 else "")
         who = shown if named is None else named
-        return f"rank {who} left no record, so it was killed{_quote(srun_said)}"
+        return f"rank {who} left no record, so it was killed{_quote(srun_said, named)}"
     return f"all ranks left on request, but srun ended with {srun_code}{_quote(srun_said)}"
 
 
@@ -188,6 +202,8 @@ def _tasks_in_order(srun_said: str) -> Iterator[int]:
             yield from range(int(low), int(high or low) + 1)
 
 
-def _quote(srun_said: str) -> str:
+def _quote(srun_said: str, rank: int | None = None) -> str:
+    """What srun said about a rank, or its first error."""
     lines = [line.strip() for line in srun_said.splitlines() if "error:" in line or "fatal" in line]
-    return f" ({lines[0]})" if lines else ""
+    about = [line for line in lines if rank in set(_tasks_in_order(line))]
+    return f" ({(about or lines)[0]})" if lines else ""

@@ -96,7 +96,8 @@ def test_f39_a_cancelled_run_leaves_a_checkpoint_and_is_not_requeued(user: User)
     assert (decision["outcome"], decision["action"]) == ("cancelled", "stop"), tell(run)
     assert decision["last_step"] >= 3
     user.waits_for(lambda: user.status()[0]["state"] == "cancelled", "state cancelled", [run])
-    assert user.types("squeue", "-h", "-t", "pending,running").out == ""
+    job = read_json(run.job)["job_key"]
+    assert user.types("squeue", "-h", "-t", "pending,running", "-j", job).out == ""
 
 
 def test_f28_a_run_that_reaches_its_time_limit_saves_and_goes_on_in_the_next_attempt(

@@ -295,3 +295,25 @@ def test_a_decision_as_it_goes_on_record():
         "reason": "finished",
         "exit_code": FINISHED,
     }
+
+
+def test_f61_a_killed_rank_is_the_cause_although_srun_names_first_one_that_lost_it():
+    lost = "RuntimeError: [pair.cc:537] Read error [127.0.0.1]:1: Connection reset by peer."
+    records = [ExitRecord(rank, f"n{rank // 2 + 1}", 1, lost, 10.0 + rank, 4) for rank in range(3)]
+    srun = (
+        "srun: error: n2: task 2: Exited with exit code 1\n"
+        "srun: error: n2: task 3: Killed\n"
+        "srun: error: n1: tasks 0-1: Exited with exit code 1\n"
+    )
+    assert describe_failure(records, 4, 137, srun) == (
+        "rank 3 left no record, so it was killed (srun: error: n2: task 3: Killed)"
+    )
+    # With a rank that failed by itself, that one is the cause, and the killed one its victim.
+    own = [ExitRecord(1, "n1", 1, "ValueError: bad", 9.0, 4), *records[2:]]
+    said = "srun: error: n1: task 1: Exited with exit code 1\n" + srun
+    assert (
+        describe_failure(own, 4, 137, said)
+        == "rank 1 on n1 failed first at step 4: ValueError: bad"
+    )
+    # Nobody was killed and all lost somebody: the earliest is the best that can be said.
+    assert "rank 0 on n1 failed first" in describe_failure(records, 3, 1, "")
