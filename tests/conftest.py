@@ -8,8 +8,12 @@ from tests.devcluster_fixture import (  # noqa: F401
     start_devcluster,
 )
 
-# No test depends on how fast the machine is: hypothesis's own limits do.
+# No test depends on how fast the machine is, as hypothesis's own limits do, and a test that passed
+# passes again; `--hypothesis-profile=explore` looks for cases that were never tried.
 settings.register_profile(
-    "any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "repeatable", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
-settings.load_profile("any machine")
+settings.register_profile(
+    "explore", deadline=None, max_examples=1000, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("repeatable")
