@@ -145,7 +145,7 @@ def render(
     OVERRIDES are Hydra's: train.lr=1e-3 parallel.tp=2 slurm.partition=main
     """
     from slurm_pt.compose import compose_point
-    from slurm_pt.run_dir import create_run
+    from slurm_pt.run_inputs import create_run
     from slurm_pt.submit.script import make_job_spec, render_script
 
     point = compose_point(

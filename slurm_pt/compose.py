@@ -7,9 +7,11 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 from slurm_pt.errors import SlurmPtError
+from slurm_pt.files import read_json
 from slurm_pt.launcher import make_points
 from slurm_pt.program import OUR_CONFIGS, explain_hydra
-from slurm_pt.run_dir import open_run, read_json, run_dir_of
+from slurm_pt.run_dir import open_run
+from slurm_pt.run_inputs import run_dir_of
 from slurm_pt.submit.sweep import Point
 
 OUR_TRAINER = {"module": "slurm_pt.worker", "function": "train"}

@@ -20,9 +20,10 @@ from rich.console import Console
 from slurm_pt.devcluster import DevCluster, DevClusterConfig, install_packages, missing_packages
 from slurm_pt.devcluster.deadlines import wait_until
 from slurm_pt.errors import DevClusterError, SlurmPtError
+from slurm_pt.files import find_json, read_json
 from slurm_pt.monitor.history import first_difference, read_history
 from slurm_pt.monitor.status import find_runs
-from slurm_pt.run_dir import RunDir, find_json, read_json
+from slurm_pt.run_dir import RunDir
 
 STEPS = 60
 SWEEP = (

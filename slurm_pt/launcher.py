@@ -18,10 +18,12 @@ from slurm_pt.config.slurm_values import (
     render_duration,
 )
 from slurm_pt.errors import ConfigError, SlurmPtError, SlurmUnavailableError
+from slurm_pt.files import find_json
 from slurm_pt.monitor.status import RunStatus
 from slurm_pt.monitor.watch import watch
 from slurm_pt.plan import make_plan
-from slurm_pt.run_dir import RunDir, find_json, run_dir_of
+from slurm_pt.run_dir import RunDir
+from slurm_pt.run_inputs import run_dir_of
 from slurm_pt.submit.run_state import RunPhase
 from slurm_pt.submit.slurm import SlurmClient
 from slurm_pt.submit.sweep import Point, Submitted, submit_points

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import RunDir, find_json, read_json, write_json
+from slurm_pt.files import find_json, read_json, write_json
+from slurm_pt.run_dir import RunDir
 
 if TYPE_CHECKING:
     from collections.abc import Callable

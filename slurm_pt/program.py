@@ -143,9 +143,10 @@ def _record_early_end(error: BaseException, code: int) -> None:
     import dataclasses
     import time
 
+    from slurm_pt.files import write_json
     from slurm_pt.launch.after_attempt import ExitRecord
     from slurm_pt.launch.environment import read_rank
-    from slurm_pt.run_dir import AttemptDir, write_json
+    from slurm_pt.run_dir import AttemptDir
 
     try:
         rank = read_rank(os.environ).rank

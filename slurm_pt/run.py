@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig
 from slurm_pt.errors import RunFolderError, SlurmPtError, SubmitError
+from slurm_pt.files import read_json, write_json
 from slurm_pt.launch.after_attempt import (
     FINISHED,
     USER_ERROR,
@@ -41,7 +42,7 @@ from slurm_pt.monitor.progress import (
 )
 from slurm_pt.owner import check_ownership
 from slurm_pt.plan import Plan
-from slurm_pt.run_dir import AttemptDir, RunDir, read_json, write_json
+from slurm_pt.run_dir import AttemptDir, RunDir
 from slurm_pt.submit.slurm import SlurmClient
 
 if TYPE_CHECKING:

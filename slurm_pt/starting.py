@@ -17,13 +17,15 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig, read_job_config
 from slurm_pt.errors import LaunchError, RunFinishedError, RunFolderError, SlurmPtError
+from slurm_pt.files import read_json
 from slurm_pt.launch.attempt import begin_attempt
-from slurm_pt.launch.environment import RankInfo, check_world, read_rank
+from slurm_pt.launch.environment import RankInfo, check_world, read_rank, torch_environment
 from slurm_pt.launch.preemption import StopRequest, listen
 from slurm_pt.monitor.progress import JobComment, make_heartbeat
 from slurm_pt.plan import Plan, make_plan
 from slurm_pt.run import Run, owner_nonce
-from slurm_pt.run_dir import AttemptDir, RunDir, create_run, make_folders, read_json, run_dir_of
+from slurm_pt.run_dir import AttemptDir, RunDir
+from slurm_pt.run_inputs import create_run, make_folders, run_dir_of
 from slurm_pt.session import current_run
 from slurm_pt.submit.slurm import SlurmClient
 
@@ -140,17 +142,27 @@ def _meet(
     request: StopRequest,
     agree: Callable[[tuple[Hello, ...]], dict[str, Any]],
 ) -> Meeting:
+    from slurm_pt.launch.code import digest_code
     from slurm_pt.launch.environment import affinity_warning
+    from slurm_pt.launch.gpus import own_gpu
     from slurm_pt.launch.hello import make_hello
     from slurm_pt.launch.network import list_interfaces, validate_interface_settings
     from slurm_pt.launch.rendezvous import launch_key, meet
 
-    problem = None
+    problem: str | None = None
+    devices: tuple[str, ...] = ()
     try:
         validate_interface_settings(os.environ, list_interfaces())
+        devices = own_gpu(info, os.environ, config.cluster.device)
     except LaunchError as error:
         problem = str(error)  # told to all ranks, so that the message is the same everywhere
-    hello = make_hello(info, config_signature=folder.name, problem=problem)
+    hello = make_hello(
+        info,
+        code_digest=digest_code(_program(folder)),
+        config_signature=folder.name,
+        devices=devices,
+        problem=problem,
+    )
     if warning := affinity_warning(config.slurm.cpus_per_task, hello.affinity_cpus):
         say(warning)
     return meet(
@@ -164,6 +176,14 @@ def _meet(
         stop_requested=request.is_set,
         agree=agree,
     )
+
+
+def _program(folder: RunDir) -> Path | None:
+    """The user's program, where it is a file."""
+    if "SLURM_PT_RUN_DIR" not in os.environ:
+        return Path(sys.argv[0])
+    file = (read_json(folder.spec)["entry"] or {}).get("file")
+    return None if file is None else Path(file)
 
 
 def say(line: str) -> None:
@@ -206,6 +226,8 @@ def _join(meeting: Meeting, config: JobConfig, info: RankInfo, device: Any) -> N
     if info.world_size == 1:
         store = stores.HashStore()
     else:
+        # For libraries that look for torchrun's variables, as DeepSpeed does.
+        os.environ.update(torch_environment(info, meeting.address, meeting.port))
         store = stores.TCPStore(
             meeting.address,
             meeting.port,

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import RunConfig, read_config
 from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmPtError
+from slurm_pt.files import read_json
 from slurm_pt.launch.preemption import shield
 from slurm_pt.monitor.progress import record_metrics
 from slurm_pt.plan import split_layers
 from slurm_pt.program import run_program
 from slurm_pt.run import Run
-from slurm_pt.run_dir import open_run, read_json
+from slurm_pt.run_dir import open_run
+from slurm_pt.run_inputs import read_run_config
 from slurm_pt.starting import Clock, say, start_run
 
 if TYPE_CHECKING:
@@ -212,7 +214,7 @@ def main() -> None:
 
     def program(path: str) -> Any:
         run = open_run(path)
-        return load_entry(read_json(run.spec)["entry"])(run.read_config())
+        return load_entry(read_json(run.spec)["entry"])(read_run_config(run))
 
     run_program(program, sys.argv[1], exits=True)
 

@@ -6,8 +6,10 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.config import JobConfig, RunConfig, read_config, read_job_config
+from slurm_pt.files import write_json
 from slurm_pt.plan import make_plan
-from slurm_pt.run_dir import AttemptDir, RunDir, create_run, run_dir_of, write_json
+from slurm_pt.run_dir import AttemptDir, RunDir
+from slurm_pt.run_inputs import create_run, run_dir_of
 from slurm_pt.submit.slurm import JobView
 from slurm_pt.submit.sweep import Point
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "slurm_pt"
 
-# Each may import from those before it; `run_dir` and `owner` are one layer.
+# Each may import from those before it; those on one line are one layer.
 LAYERS = [
     ("errors",),
     ("config",),
     ("plan",),
-    ("run_dir", "owner"),
+    ("files", "run_dir", "run_inputs", "owner"),
     ("submit",),
     ("launch",),
     ("parallel",),

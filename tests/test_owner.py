@@ -10,6 +10,7 @@ import time
 import pytest
 
 from slurm_pt.errors import RunFolderError
+from slurm_pt.files import write_json
 from slurm_pt.owner import (
     HEARTBEAT_GRACE_S,
     Owner,
@@ -21,7 +22,6 @@ from slurm_pt.owner import (
     take_ownership,
     this_process,
 )
-from slurm_pt.run_dir import write_json
 from tests.builders import make_run
 
 RUNNING, ENDED, NO_ANSWER = (lambda _: True), (lambda _: False), (lambda _: None)

@@ -21,9 +21,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -238,23 +238,23 @@ def verify_files(path: Path, names: Iterable[str]) -> list[str]:
         return [problem for problem in pool.map(problem_of, names) if problem is not None]
 
 
-def verify_checkpoint(stored: StoredCheckpoint) -> StoredCheckpoint:
-    """The same checkpoint after all of its checksums were compared."""
-    if stored.problem is not None:
-        return stored
+def find_damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, all of its checksums compared by this process; or None."""
     try:
-        problems = verify_files(stored.path, read_manifest(stored.path).files)
+        problems = verify_files(path, read_manifest(path).files)
     except CheckpointError as error:
         problems = [str(error)]
-    return StoredCheckpoint(stored.step, stored.path, "; ".join(problems) or None)
+    return "; ".join(problems) or None
 
 
 def newest_usable(
-    folder: Path, *, verify: bool
+    stored: Sequence[StoredCheckpoint],
+    find_damage: Callable[[Path], str | None],
+    skip: Callable[[StoredCheckpoint], None],
 ) -> tuple[StoredCheckpoint | None, list[StoredCheckpoint]]:
     """The newest checkpoint that can be used, and the newer ones that were skipped.
 
-    (None, []) when there is no checkpoint at all.
+    Of `stored`, newest first. (None, []) when there is no checkpoint at all.
 
     Raises:
         NewerFormatError: the newest one is a newer slurm_pt's; going on from an older one would
@@ -262,14 +262,15 @@ def newest_usable(
         CheckpointError: there are checkpoints, and none can be used.
     """
     skipped: list[StoredCheckpoint] = []
-    for stored in list_checkpoints(folder):
-        candidate = verify_checkpoint(stored) if verify else stored
-        if candidate.problem is None:
-            return candidate, skipped
+    for candidate in stored:
         refuse_newer(candidate)
-        skipped.append(candidate)
+        problem = candidate.problem or find_damage(candidate.path)
+        if problem is None:
+            return candidate, skipped
+        skipped.append(replace(candidate, problem=problem))
+        skip(skipped[-1])
     if skipped:
-        raise none_usable(folder, skipped)
+        raise _none_usable(skipped)
     return None, []
 
 
@@ -279,11 +280,11 @@ def refuse_newer(stored: StoredCheckpoint) -> None:
         raise NewerFormatError(f"{stored.path}: {stored.problem}")
 
 
-def none_usable(folder: Path, skipped: Sequence[StoredCheckpoint]) -> CheckpointError:
+def _none_usable(skipped: Sequence[StoredCheckpoint]) -> CheckpointError:
     """The error for a folder that has checkpoints, all of them damaged."""
     lines = "\n".join(f"  - {stored}" for stored in skipped)
     return CheckpointError(
-        f"{folder} has checkpoints, and none can be used:\n{lines}\n"
+        f"{skipped[0].path.parent} has checkpoints, and none can be used:\n{lines}\n"
         "Starting from step 0 would hide that. To fix: restore one of them, or move the folder "
         "away to start afresh."
     )
@@ -328,7 +329,7 @@ def prune(folder: Path, keep_last: int, *, verified: int | None = None) -> list[
     usable = [checkpoint for checkpoint in stored if checkpoint.problem is None]
     if len(usable) <= keep_last:
         return []
-    if stored[0].step != verified and verify_checkpoint(stored[0]).problem is not None:
+    if stored[0].step != verified and find_damage(stored[0].path) is not None:
         return []
     oldest_kept = usable[keep_last - 1].step
     doomed = [checkpoint for checkpoint in stored if checkpoint.step < oldest_kept]

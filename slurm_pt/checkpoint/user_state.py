@@ -12,7 +12,8 @@ from torch import Tensor
 from slurm_pt.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from slurm_pt.checkpoint.checkpointer import Checkpointer, Resumed
+    from slurm_pt.checkpoint.checkpointer import Checkpointer
+    from slurm_pt.checkpoint.resuming import Resumed
 
 _PLAIN = (bool, int, float, str, type(None))
 

@@ -18,6 +18,7 @@ import click
 
 from slurm_pt.config import JobConfig, read_job_config
 from slurm_pt.errors import RunFolderError, SlurmPtError, SlurmUnavailableError, SubmitError
+from slurm_pt.files import find_json, read_json, write_json
 from slurm_pt.launch.after_attempt import (
     WANTS_REQUEUE,
     Decision,
@@ -29,7 +30,8 @@ from slurm_pt.launch.after_attempt import (
 from slurm_pt.launch.preemption import StopCause, stop_cause
 from slurm_pt.owner import release_ownership, take_ownership, this_process
 from slurm_pt.plan import Plan
-from slurm_pt.run_dir import AttemptDir, RunDir, find_json, open_run, read_json, write_json
+from slurm_pt.run_dir import AttemptDir, RunDir, open_run
+from slurm_pt.run_inputs import read_run_config
 from slurm_pt.submit.environment import slurm_job_key, slurm_requeue_key
 from slurm_pt.submit.slurm import SlurmClient
 
@@ -67,7 +69,7 @@ def begin_attempt(run: RunDir, *, pid: int | None = None) -> AttemptDir | None:
 
 def read_config_of(run: RunDir) -> JobConfig:
     """The job part of the configuration that a run was made with."""
-    return read_job_config(run.read_config())
+    return read_job_config(read_run_config(run))
 
 
 def end_attempt(attempt: AttemptDir, *, srun_code: int, cause: StopCause) -> Decision:

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 from slurm_pt.errors import RunFolderError
+from slurm_pt.files import find_json, write_json
 from slurm_pt.launch import wire
 from slurm_pt.launch.environment import rank_host
 from slurm_pt.launch.hello import Hello
@@ -21,7 +22,6 @@ from slurm_pt.launch.meeting import (
 )
 from slurm_pt.launch.network import choose_interface, is_loopback, list_interfaces, plain_address
 from slurm_pt.launch.wire import Channel, ConnectionEndedError, Message, UnprovenError
-from slurm_pt.run_dir import find_json, write_json
 
 _CONNECT_S = 3.0
 _GREETING_S = 5.0

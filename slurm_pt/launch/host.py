@@ -12,6 +12,7 @@ from collections import Counter
 from typing import Any
 
 from slurm_pt.errors import LaunchError, RunFolderError, SlurmPtError
+from slurm_pt.files import find_json, write_json
 from slurm_pt.launch import wire
 from slurm_pt.launch.environment import show_ranks
 from slurm_pt.launch.hello import Hello, find_disagreement, parse_hello
@@ -32,7 +33,6 @@ from slurm_pt.launch.network import (
     plain_address,
 )
 from slurm_pt.launch.wire import Channel, ConnectionEndedError, Message, UnprovenError
-from slurm_pt.run_dir import find_json, write_json
 
 _SLICE_S = 0.1
 _LOOK_S = 1.0

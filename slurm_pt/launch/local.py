@@ -23,11 +23,12 @@ import click
 
 from slurm_pt.config.slurm_values import parse_time_limit_s
 from slurm_pt.errors import SlurmPtError
+from slurm_pt.files import read_json
 from slurm_pt.launch.after_attempt import FINISHED, WANTS_REQUEUE
 from slurm_pt.launch.attempt import begin_attempt, conclude, end_attempt, read_config_of
 from slurm_pt.launch.preemption import StopCause
 from slurm_pt.plan import Plan
-from slurm_pt.run_dir import AttemptDir, RunDir, open_run, read_json
+from slurm_pt.run_dir import AttemptDir, RunDir, open_run
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

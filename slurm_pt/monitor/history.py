@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_pt.run_dir import RunDir, read_json_lines
+from slurm_pt.files import read_json_lines
+from slurm_pt.run_dir import RunDir
 
 
 @dataclass(frozen=True)

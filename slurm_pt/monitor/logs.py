@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING, TextIO
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import AttemptDir, RunDir, find_json
+from slurm_pt.files import find_json
+from slurm_pt.run_dir import AttemptDir, RunDir
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slurm_pt.config import MonitorConfig
-from slurm_pt.run_dir import RunDir, append_json_line
+from slurm_pt.files import append_json_line
+from slurm_pt.run_dir import RunDir
 from slurm_pt.submit.slurm import SlurmClient
 
 

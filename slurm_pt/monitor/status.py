@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.errors import RunFolderError
-from slurm_pt.run_dir import AttemptDir, RunDir, find_json, read_json, resolve_place
+from slurm_pt.files import find_json, read_json
+from slurm_pt.run_dir import AttemptDir, RunDir, resolve_place
 from slurm_pt.submit.run_state import RunPhase, RunState, run_state
 
 if TYPE_CHECKING:

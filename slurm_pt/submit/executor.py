@@ -12,7 +12,8 @@ from submitit.core.utils import DelayedSubmission, FailedJobError
 from submitit.local.local import LocalExecutor, LocalJob
 from submitit.slurm.slurm import SlurmExecutor, SlurmJob
 
-from slurm_pt.run_dir import RunDir, find_json
+from slurm_pt.files import find_json
+from slurm_pt.run_dir import RunDir
 from slurm_pt.submit.environment import clean_environment
 from slurm_pt.submit.script import JobSpec, render_script
 

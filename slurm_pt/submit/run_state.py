@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+from slurm_pt.files import find_json
 from slurm_pt.owner import HEARTBEAT_GRACE_S, boot_id, heartbeat_age_s, pid_start_time, read_owner
-from slurm_pt.run_dir import RunDir, find_json
+from slurm_pt.run_dir import RunDir
 from slurm_pt.submit.states import JobPhase
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.errors import ConfigError, Problem, RunFolderError, SubmitError
+from slurm_pt.files import write_json
 from slurm_pt.owner import pid_start_time
-from slurm_pt.run_dir import RunDir, create_run, write_json
+from slurm_pt.run_dir import RunDir
+from slurm_pt.run_inputs import create_run
 from slurm_pt.submit.executor import LocalRunExecutor, SlurmRunExecutor, train_run
 from slurm_pt.submit.run_state import RunPhase, RunState, run_state
 from slurm_pt.submit.script import JobSpec, make_job_spec

@@ -36,6 +36,18 @@ def commit_step(folder, step, *, content=b"weights of a step", names=("a.bin", "
     return store.commit(temporary, manifest)
 
 
+def no_look(path):
+    """Trusts manifests and sizes."""
+    del path
+
+
+def newest_usable(folder, find_damage=store.find_damage):
+    told = []
+    found, skipped = store.newest_usable(store.list_checkpoints(folder), find_damage, told.append)
+    assert told == skipped
+    return found, skipped
+
+
 def steps(folder):
     return [stored.step for stored in store.list_checkpoints(folder)]
 
@@ -44,16 +56,16 @@ def test_a_committed_checkpoint_is_found_without_any_pointer_file(tmp_path):
     """F45."""
     commit_step(tmp_path, 2)
     path = commit_step(tmp_path, 10)
-    found, skipped = store.newest_usable(tmp_path, verify=True)
+    found, skipped = newest_usable(tmp_path)
     assert (found.step, found.path, skipped) == (10, path, [])
     assert path.name == "step_00000010"
     assert store.read_manifest(path).common == {"step": 10}
 
 
 def test_no_checkpoint_at_all_is_a_fresh_start(tmp_path):
-    assert store.newest_usable(tmp_path / "not there", verify=True) == (None, [])
+    assert newest_usable(tmp_path / "not there") == (None, [])
     (tmp_path / "step_00000001.tmp").mkdir()
-    assert store.newest_usable(tmp_path, verify=True) == (None, [])
+    assert newest_usable(tmp_path) == (None, [])
 
 
 def flip_a_bit(path):
@@ -113,7 +125,7 @@ def test_a_damaged_checkpoint_is_skipped_with_its_reason(tmp_path, damage, messa
     """F47: file, expected and found, and what is used instead."""
     commit_step(tmp_path, 1)
     damage(commit_step(tmp_path, 2))
-    found, skipped = store.newest_usable(tmp_path, verify=True)
+    found, skipped = newest_usable(tmp_path)
     assert found.step == 1
     (reason,) = store.describe_skipped(skipped, found)
     assert reason.startswith("step_00000002: ")
@@ -126,7 +138,7 @@ def test_checkpoints_of_which_none_can_be_used_are_never_a_fresh_start(tmp_path)
     for step in (1, 2):
         os.truncate(commit_step(tmp_path, step) / "a.bin", 1)
     with pytest.raises(CheckpointError) as raised:
-        store.newest_usable(tmp_path, verify=False)
+        newest_usable(tmp_path, find_damage=no_look)
     assert "step_00000001: a.bin has 1 bytes, expected 17" in str(raised.value)
     assert "step_00000002" in str(raised.value)
 
@@ -136,7 +148,7 @@ def test_a_newer_format_is_refused_by_name_and_not_passed_over(tmp_path):
     path = commit_step(tmp_path, 2)
     newer_version(path)
     with pytest.raises(store.NewerFormatError, match=r"step_00000002: .* format version 2"):
-        store.newest_usable(tmp_path, verify=True)
+        newest_usable(tmp_path)
     with pytest.raises(store.NewerFormatError):
         store.prepare(tmp_path, 2)
     assert store.prune(tmp_path, keep_last=1) == []
@@ -168,7 +180,7 @@ def test_a_damaged_step_makes_way_when_its_step_is_saved_again(tmp_path):
         assert commit_step(tmp_path, 3) is not None
         assert (tmp_path / f"step_00000003.damaged-{number}" / "a.bin").stat().st_size == 1
     assert steps(tmp_path) == [3]
-    assert store.newest_usable(tmp_path, verify=True)[1] == []
+    assert newest_usable(tmp_path)[1] == []
 
 
 def test_clean_removes_what_dead_attempts_left_and_nothing_else(tmp_path):
@@ -221,11 +233,12 @@ def test_the_login_node_reads_checkpoints_without_torch(tmp_path):
     commit_step(tmp_path, 4)
     program = (
         "import sys, pathlib; from slurm_pt.checkpoint import store;"
-        f"print(store.newest_usable(pathlib.Path({str(tmp_path)!r}), verify=True)[0].step);"
+        f"stored, = store.list_checkpoints(pathlib.Path({str(tmp_path)!r}));"
+        "print(stored.step, store.find_damage(stored.path));"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (done.returncode, done.stdout) == (0, "4\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "4 None\n"), done.stderr
 
 
 def test_file_records_are_of_what_is_on_disk(tmp_path):
@@ -239,7 +252,7 @@ def test_file_records_are_of_what_is_on_disk(tmp_path):
 def write_for_ever(folder):
     """A writer that keeps one checkpoint, from the newest on; only a KILL ends it."""
     store.clean(folder)
-    found, _ = store.newest_usable(folder, verify=False)
+    found, _ = newest_usable(folder, find_damage=no_look)
     step = found.step if found else 0
     while True:
         step += 1
@@ -262,7 +275,7 @@ def test_after_a_kill_at_any_moment_a_complete_checkpoint_loads(tmp_path):
         time.sleep(seeded.uniform(0.001, 0.02))
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        found, skipped = store.newest_usable(tmp_path, verify=True)
+        found, skipped = newest_usable(tmp_path)
         assert skipped == []  # not only something loads: nothing half-done has a committed name
         assert found.step >= last
         assert (found.path / "a.bin").read_bytes() == found.step.to_bytes(4, "little") * 5000

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from slurm_pt.devcluster import DevCluster, wait_until
+from slurm_pt.files import find_json
 from slurm_pt.monitor.history import first_difference, read_history
 from slurm_pt.monitor.status import find_runs
-from slurm_pt.run_dir import RunDir, find_json
+from slurm_pt.run_dir import RunDir
 
 REPOSITORY = Path(__file__).parents[2]
 TRAIN = REPOSITORY / "train.py"

@@ -52,3 +52,26 @@ def test_without_slurm_the_sweep_runs_on_local_processes_one_for_each_rank(user:
     (run,) = user.submits(*SMALL, "train.steps=3", "parallel.tp=2", "parallel.pp=2")
     user.waits_for_end(run)
     assert len(list(run.attempt(0).exits.glob("rank_*.json"))) == 4
+
+
+ONE_GPU = """
+class NVMLError(Exception): ...
+def nvmlInit(): ...
+def nvmlShutdown(): ...
+def nvmlDeviceGetCount(): return 1
+def nvmlDeviceGetHandleByIndex(index): return index
+def nvmlDeviceGetUUID(handle): return "GPU-5f3a"
+"""
+
+
+def test_f14_two_ranks_on_one_gpu_are_refused_on_both_with_the_same_words(user: User) -> None:
+    (user.folder / "driver").mkdir()
+    (user.folder / "driver" / "pynvml.py").write_text(ONE_GPU)
+    user.environ |= {"PYTHONPATH": str(user.folder / "driver"), "CUDA_VISIBLE_DEVICES": "0"}
+    overrides = (*SMALL, "parallel.dp=2", "cluster.device=cuda", f"run_root={user.root}")
+    torchrun = ("torchrun", "--standalone", "--nproc-per-node=2", *user.train(*overrides)[1:])
+    answer = user.types(*torchrun)
+    assert answer.code != 0
+    said = [line for line in answer.text.splitlines() if "use the same GPU GPU-5f3a" in line]
+    assert len(said) == 2, answer.text
+    assert "slurm.gpus_per_node" in said[0]

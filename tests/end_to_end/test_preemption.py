@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from slurm_pt.devcluster import DevCluster
-from slurm_pt.run_dir import RunDir, read_json
+from slurm_pt.files import read_json
+from slurm_pt.run_dir import RunDir
 from tests.end_to_end.on_slurm import (
     SMALL,
     User,

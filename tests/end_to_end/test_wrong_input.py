@@ -17,6 +17,10 @@ def user(tmp_path: Path, devcluster: DevCluster) -> User:
     return User(tmp_path, devcluster)
 
 
+def jobs_of(user: User) -> set[str]:
+    return set(user.types("squeue", "-h", "-t", "all", "-o", "%A").out.split())
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -69,13 +73,13 @@ def user(tmp_path: Path, devcluster: DevCluster) -> User:
 def test_wrong_input_is_refused_before_anything_is_submitted(
     user: User, overrides: list[str], words: list[str]
 ) -> None:
-    before = user.types("squeue", "-h", "-t", "all", "-o", "%A").out
+    before = jobs_of(user)
     answer = user.types(*user.sweep(*SMALL, "train.steps=2", *overrides))
     assert answer.code == 2, answer.text
     assert "Traceback" not in answer.text
     missing = [word for word in words if word not in answer.text]
     assert not missing, f"{missing} not in:\n{answer.text}"
-    assert user.types("squeue", "-h", "-t", "all", "-o", "%A").out == before
+    assert jobs_of(user) == before
 
 
 def test_f68_every_point_is_checked_before_the_first_is_submitted(user: User) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from slurm_pt.errors import RunFolderError, SlurmUnavailableError, SubmitError
+from slurm_pt.files import read_json, write_json
 from slurm_pt.launch import attempt as attempt_module
 from slurm_pt.launch.after_attempt import ExitRecord, Outcome
 from slurm_pt.launch.attempt import begin_attempt, conclude, end_attempt, read_exit_records
 from slurm_pt.launch.preemption import StopCause
 from slurm_pt.owner import read_owner
-from slurm_pt.run_dir import read_json, write_json
 from slurm_pt.submit.run_state import RunPhase, run_state
 from slurm_pt.submit.slurm import SlurmClient
 from tests.builders import commit_step, make_run

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import time
 
+from slurm_pt.files import append_json_line
 from slurm_pt.monitor.history import first_difference, read_history
-from slurm_pt.run_dir import RunDir, append_json_line
+from slurm_pt.run_dir import RunDir
 from tests.builders import make_run, write_end
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from slurm_pt.devcluster import wait_until
 from slurm_pt.errors import RunFolderError
+from slurm_pt.files import write_json
 from slurm_pt.monitor import logs
 from slurm_pt.monitor.logs import show_logs
-from slurm_pt.run_dir import write_json
 from tests.builders import make_run, write_end
 
 

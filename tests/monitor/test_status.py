@@ -5,8 +5,8 @@ import time
 import pytest
 
 from slurm_pt.errors import RunFolderError
+from slurm_pt.files import write_json
 from slurm_pt.monitor.status import find_runs, read_status
-from slurm_pt.run_dir import write_json
 from slurm_pt.submit.run_state import RunPhase
 from tests.builders import make_run, seen_as
 

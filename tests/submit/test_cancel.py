@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from slurm_pt.files import write_json
 from slurm_pt.owner import pid_start_time
-from slurm_pt.run_dir import write_json
 from slurm_pt.submit.cancel import cancel_run
 from tests.builders import make_run
 from tests.submit.fakes import RecordingClient

@@ -12,9 +12,9 @@ import pytest
 
 from slurm_pt.devcluster import DevClusterConfig, wait_until
 from slurm_pt.errors import SlurmUnavailableError, SubmitError
+from slurm_pt.files import read_json, write_json
 from slurm_pt.launch.preemption import StopCause, stop_cause
 from slurm_pt.plan import make_plan
-from slurm_pt.run_dir import read_json, write_json
 from slurm_pt.submit.run_state import RunPhase, run_state
 from slurm_pt.submit.script import make_job_spec, render_script
 from slurm_pt.submit.slurm import SlurmClient

@@ -5,8 +5,8 @@ import time
 import pytest
 from submitit.core.utils import FailedJobError
 
+from slurm_pt.files import write_json
 from slurm_pt.plan import make_plan
-from slurm_pt.run_dir import write_json
 from slurm_pt.submit.executor import SlurmRunExecutor, train_run
 from slurm_pt.submit.script import make_job_spec
 from tests.builders import make_run, read_small, write_end

@@ -7,8 +7,9 @@ import time
 
 import pytest
 
+from slurm_pt.files import write_json
 from slurm_pt.owner import HEARTBEAT_GRACE_S, pid_start_time
-from slurm_pt.run_dir import RunDir, write_json
+from slurm_pt.run_dir import RunDir
 from slurm_pt.submit.run_state import SETTLING_S, RunPhase, last_decision, run_state
 from slurm_pt.submit.slurm import JobView
 from tests.builders import make_run, seen_as, write_end

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from slurm_pt.errors import ConfigError, RunFolderError, SubmitError
+from slurm_pt.files import find_json, read_json, write_json
 from slurm_pt.monitor.status import find_runs
-from slurm_pt.run_dir import find_json, read_json, write_json
 from slurm_pt.submit.run_state import RunPhase, run_state
 from slurm_pt.submit.sweep import check_points, submit_points
 from tests.builders import make_point, seen_as

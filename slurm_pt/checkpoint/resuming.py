@@ -1,0 +1,159 @@
+"""Loading a checkpoint by all ranks together: the newest usable one, into tensors of any layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from slurm_pt.checkpoint import state, store
+from slurm_pt.checkpoint.peers import Peers, error_of_dcp
+from slurm_pt.checkpoint.store import Manifest, StoredCheckpoint
+from slurm_pt.checkpoint.verification import find_damage_together
+from slurm_pt.errors import CheckpointError
+from slurm_pt.parallel.groups import ProcessGroups
+
+if TYPE_CHECKING:
+    from slurm_pt.checkpoint.tensor_files import StoredTensor
+
+_SHOWN_PROBLEMS = 10
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """What was loaded, besides the tensors."""
+
+    step: int
+    common: dict[str, Any]
+    rank_state: dict[str, Any] | None
+    """What this rank gave to `save`; None in another layout, where it belongs to no rank."""
+    world_changed: bool
+    skipped: tuple[str, ...]
+    """Why newer checkpoints were passed over, one sentence each."""
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint that was looked into, before its tensors are loaded."""
+
+    manifest: Manifest
+    index: Mapping[str, StoredTensor]
+    rank_state: dict[str, Any] | None
+    world_changed: bool
+
+
+class Loader:
+    """Reads checkpoints of one folder; every call is made by all ranks together."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        groups: ProcessGroups,
+        peers: Peers,
+        verify: bool,
+        may_commit: Callable[[], None],
+        report: Callable[[str, dict[str, Any]], None],
+    ):
+        self._folder, self._groups, self._peers, self._verify = folder, groups, peers, verify
+        self._may_commit, self._report = may_commit, report
+
+    def load(
+        self,
+        allocate: Callable[[Path], Mapping[str, Tensor]],
+        shard_dims: Mapping[str, int | None],
+    ) -> Resumed | None:
+        """Fill the tensors that `allocate` gives for a checkpoint's folder; None: there is none.
+
+        Raises:
+            CheckpointError: there are checkpoints and none can be used, or the one to use does not
+                fit these tensors.
+        """
+        found, skipped = self._choose()
+        if found is None:
+            return None
+        opened = self._peers.on_each(lambda: self._open(found.path))
+        tensors = self._peers.on_each(lambda: allocate(found.path))
+        self._load(found.path, opened.index, tensors, shard_dims)
+        return Resumed(
+            step=found.step,
+            common=dict(opened.manifest.common),
+            rank_state=opened.rank_state,
+            world_changed=opened.world_changed,
+            skipped=tuple(store.describe_skipped(skipped, found)),
+        )
+
+    def _choose(self) -> tuple[StoredCheckpoint | None, list[StoredCheckpoint]]:
+        """The step that all ranks load, and the newer ones that cannot be loaded."""
+
+        def look() -> list[StoredCheckpoint]:
+            self._may_commit()
+            store.clean(self._folder)
+            return store.list_checkpoints(self._folder)
+
+        def find_damage(path: Path) -> str | None:
+            return find_damage_together(self._peers, path) if self._verify else None
+
+        def skip(checkpoint: StoredCheckpoint) -> None:
+            reason = checkpoint.problem
+            self._report("checkpoint_skipped", {"step": checkpoint.step, "reason": reason})
+
+        return store.newest_usable(self._peers.on_rank_0(look), find_damage, skip)
+
+    def _open(self, path: Path) -> _Opened:
+        """Everything but the tensors."""
+        from slurm_pt.checkpoint.tensor_files import read_index
+
+        manifest = store.read_manifest(path)
+        world_changed = manifest.layout != asdict(self._groups.layout)
+        rank_state = None
+        if not world_changed:
+            rank_state = json.loads((path / store.rank_file(self._groups.rank)).read_bytes())
+        return _Opened(manifest, read_index(path), rank_state, world_changed)
+
+    def _load(
+        self,
+        path: Path,
+        index: Mapping[str, StoredTensor],
+        tensors: Mapping[str, Tensor],
+        shard_dims: Mapping[str, int | None],
+    ) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+
+        from slurm_pt.checkpoint.block import BlockLoadPlanner
+        from slurm_pt.checkpoint.tensor_files import TensorFileReader
+
+        tp = self._groups.layout.tp
+        judged = self._peers.gather(
+            (state.mismatches(index, tensors, shard_dims, tp=tp), list(tensors))
+        )
+        problems = [problem for part, _ in judged for problem in part]
+        asked_for = {name for _, names in judged for name in names}
+        problems += [f"{name}: expected nothing, found it" for name in index.keys() - asked_for]
+        if problems:
+            raise _does_not_fit(path, problems)
+        try:
+            dcp_load(
+                dict(state.save_tree(tensors, shard_dims, self._groups)),
+                storage_reader=TensorFileReader(path, index),
+                planner=BlockLoadPlanner(),
+                process_group=self._groups.background,
+            )
+        except CheckpointException as error:
+            raise error_of_dcp(error) from None
+
+
+def _does_not_fit(path: Path, problems: Iterable[str]) -> CheckpointError:
+    distinct = sorted(set(problems))
+    shown = "\n".join(f"  - {problem}" for problem in distinct[:_SHOWN_PROBLEMS])
+    more = len(distinct) - _SHOWN_PROBLEMS
+    return CheckpointError(
+        f"{path} does not fit this model:\n{shown}"
+        + (f"\n  and {more} more" if more > 0 else "")
+        + "\nTo fix: use the model.* and train.dtype that it was saved with, or another run folder."
+    )
