@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -181,9 +182,19 @@ def cli() -> None:
 @click.option("--pid", type=int, default=os.getppid, help="The batch shell.")
 def begin(run_path: Path, pid: int) -> None:
     """Take the run folder and print the new attempt's folder."""
-    attempt = begin_attempt(open_run(run_path), pid=pid)
-    if attempt is not None:
-        click.echo(attempt.path)
+    run = open_run(run_path)
+    attempt = begin_attempt(run, pid=pid)
+    if attempt is None:
+        return
+    if slurm_requeue_key(os.environ) is not None and shutil.which("scontrol") is None:
+        reason = (
+            "scontrol is not on this node's PATH, so a preempted job cannot put itself back into "
+            "the queue. Set slurm.setup to a line that brings it (module load slurm), or after a "
+            f"preemption give `slurm-pt submit --run {run.path}`"
+        )
+        run.record_event("requeue_impossible", attempt=attempt.number, reason=reason)
+        click.echo(f"slurm_pt: {reason}", err=True)
+    click.echo(attempt.path)
 
 
 @cli.command()

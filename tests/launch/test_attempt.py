@@ -57,6 +57,15 @@ def test_beginning_takes_the_run_and_notes_where_it_stands(run, in_job):
     assert run.read_events("attempt_began")[0]["job_key"] == "7"
 
 
+def test_f31_a_missing_scontrol_is_told_when_the_job_starts(run, in_job, capsys):
+    attempt_module.cli(["begin", str(run.path)], standalone_mode=False)
+    said = capsys.readouterr()
+    assert said.out.strip() == str(run.attempt(0).path)  # the batch script reads this line alone
+    assert "scontrol is not on this node's PATH" in said.err
+    (event,) = run.read_events("requeue_impossible")
+    assert "slurm-pt submit --run" in event["reason"]
+
+
 def test_a_finished_run_is_not_begun_again(run):
     write_json(run.done, {})
     assert begin_attempt(run) is None

@@ -221,7 +221,9 @@ def test_habits_in_the_users_environment_do_no_harm(bench):
     }
     client = SlurmClient({**bench.cluster.environment(), **habits})
     path = bench.folder / "job.sbatch"
-    path.write_text("#!/bin/bash\n#SBATCH --mem=50\n#SBATCH --time=10\nsleep 600\n")
+    path.write_text(
+        "#!/bin/bash\n#SBATCH --mem=50\n#SBATCH --time=10\n#SBATCH --output=/dev/null\nsleep 600\n"
+    )
     job = bench.note(client.submit(path))
     assert bench.ask(job, "%P %q") == "main normal"
     bench.wait_for(job, "RUNNING")
