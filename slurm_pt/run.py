@@ -48,6 +48,7 @@ from slurm_pt.submit.slurm import SlurmClient
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.checkpointer import Checkpointer
     from slurm_pt.parallel.groups import ProcessGroups
+    from slurm_pt.parallel.shard import Shard
 
 END_BARRIER_S = 60.0
 """How long a finished rank waits for its peers before it leaves without them."""
@@ -195,17 +196,17 @@ class Run:
         from slurm_pt.checkpoint.user_state import flatten
 
         tensors, tree = flatten(state)
-        self.save_tensors(step, tensors, shard_dims=dict.fromkeys(tensors), common={"tree": tree})
+        self.save_tensors(step, tensors, shards={}, common={"tree": tree})
 
     def save_tensors(
         self,
         step: int,
         tensors: dict[str, Any],
         *,
-        shard_dims: dict[str, int | None],
+        shards: dict[str, Shard],
         common: dict[str, Any],
     ) -> None:
-        """Saves named tensors, each whole or a part along its shard dimension. Collective."""
+        """Saves named tensors, each whole or the part that its shard says. Collective."""
         from slurm_pt.checkpoint.random_state import capture_random_state
 
         self.step = step
@@ -213,7 +214,7 @@ class Run:
         self.checkpointer.save(
             step,
             tensors,
-            shard_dims=shard_dims,
+            shards=shards,
             rank_state={"random": capture_random_state()},
             common=common,
             wait=self.notice is not None,

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_pt.config import JobConfig, read_job_config
+from slurm_pt.config import JobConfig, RunConfig, read_job_config
 from slurm_pt.errors import LaunchError, RunFinishedError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
 from slurm_pt.launch.attempt import begin_attempt
@@ -92,7 +92,13 @@ def start_run(cfg: Any, config: JobConfig) -> Run:
     from slurm_pt.parallel.groups import create_groups
 
     timeout_s = config.cluster.collective_timeout_s
-    groups = create_groups(plan.layout, rank=info.rank, device=device, timeout_s=timeout_s)
+    groups = create_groups(
+        plan.layout,
+        rank=info.rank,
+        device=device,
+        timeout_s=timeout_s,
+        kv_heads=config.model.kv_heads if isinstance(config, RunConfig) else None,
+    )
     clock.lap("groups")
     client = SlurmClient()
     number = attempt.number

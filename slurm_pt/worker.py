@@ -27,6 +27,7 @@ from slurm_pt.run_inputs import read_run_config
 from slurm_pt.starting import Clock, say, start_run
 
 if TYPE_CHECKING:
+    from slurm_pt.parallel.shard import Shard
     from slurm_pt.training.loop import StepRecord
     from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
@@ -69,24 +70,23 @@ class _Trainer:
     dataset: Any
     last_loss: float | None = None
 
-    def tensors(self) -> tuple[dict[str, Any], dict[str, int | None]]:
-        """Everything to be saved by its stored name, and the dimension it is split along."""
-        stored, dims = self.stage.checkpoint_names(), self.stage.shard_dims()
+    def tensors(self) -> tuple[dict[str, Any], dict[str, Shard]]:
+        """Everything to be saved by its stored name, and which part of the whole it is."""
+        held = {"model": {name: p.detach() for name, p in self.stage.named_parameters()}}
+        for kind, moments in self.optimizer.state().items():
+            held[f"optimizer/{kind}"] = moments
         tensors: dict[str, Any] = {}
-        shard_dims: dict[str, int | None] = {}
-        for name, parameter in self.stage.named_parameters():
-            tensors[f"model/{stored[name]}"] = parameter.detach()
-            shard_dims[f"model/{stored[name]}"] = dims[name]
-        for key, moment in self.optimizer.state_tensors().items():
-            kind, _, name = key.partition("/")
-            tensors[f"optimizer/{kind}/{stored[name]}"] = moment
-            shard_dims[f"optimizer/{kind}/{stored[name]}"] = dims[name]
-        return tensors, shard_dims
+        shards: dict[str, Shard] = {}
+        for piece in self.stage.pieces():
+            for kind, by_parameter in held.items():
+                tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
+                shards[f"{kind}/{piece.stored}"] = piece.shard
+        return tensors, shards
 
     def resume(self, run: Run) -> int:
         """The step to go on from; 0 for a run that has no checkpoint yet."""
-        tensors, shard_dims = self.tensors()
-        resumed = run.checkpointer.resume(tensors, shard_dims=shard_dims)
+        tensors, shards = self.tensors()
+        resumed = run.checkpointer.resume(tensors, shards=shards)
         if resumed is None:
             return 0
         self.optimizer.set_step(resumed.step)
@@ -125,9 +125,9 @@ class _Trainer:
         )
 
     def save(self, run: Run, step: int) -> None:
-        tensors, shard_dims = self.tensors()
+        tensors, shards = self.tensors()
         common = {"global_batch_size": self.config.train.global_batch_size}
-        run.save_tensors(step, tensors, shard_dims=shard_dims, common=common)
+        run.save_tensors(step, tensors, shards=shards, common=common)
 
     def save_and_stop(self, run: Run, step: int) -> None:
         """The last save before the nodes are taken, if it fits into the time that is left."""
@@ -145,18 +145,18 @@ class _Trainer:
 
 def _build(run: Run, config: RunConfig) -> _Trainer:
     """Model shard, optimizer and data of this rank."""
+    from slurm_pt.parallel.tensor import TensorAxis
     from slurm_pt.training.data import TokenDataset
-    from slurm_pt.training.model import GPTStage
+    from slurm_pt.training.model import GPTStage, StageSpan
     from slurm_pt.training.optimizer import NamedAdamW
 
     groups = run.groups
     layers = split_layers(config.model.num_layers, groups.layout.pp)[groups.place.pp_rank]
     stage = GPTStage(
         config.model,
-        layers=layers,
-        first=groups.first_stage,
-        last=groups.last_stage,
-        groups=groups,
+        StageSpan(layers, first=groups.first_stage, last=groups.last_stage),
+        axis=TensorAxis.of(groups, sequence=config.parallel.sequence),
+        device=groups.device,
         dtype=config.train.dtype,
         seed=config.train.seed,
     )

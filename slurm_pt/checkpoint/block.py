@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from slurm_pt.parallel.shard import Shard
+
 
 @dataclass(frozen=True)
 class Block:
@@ -30,11 +32,9 @@ class Block:
     offsets: torch.Size
 
     @classmethod
-    def of_rank(cls, tensor: Tensor, *, dim: int, tp: int, tp_rank: int) -> Block:
-        """The block of a rank of the tensor group; all ranks' parts are of one size."""
-        whole, offsets = list(tensor.shape), [0] * tensor.ndim
-        whole[dim] *= tp
-        offsets[dim] = tensor.shape[dim] * tp_rank
+    def of(cls, tensor: Tensor, shard: Shard) -> Block:
+        """The block that a rank's part is."""
+        whole, offsets = shard.whole_shape(tensor.shape), shard.offsets(tensor.shape)
         return cls(tensor, torch.Size(whole), torch.Size(offsets))
 
     def size(self) -> torch.Size:

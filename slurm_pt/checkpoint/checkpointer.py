@@ -23,6 +23,7 @@ from slurm_pt.checkpoint.saving import Saver, Snapshot
 from slurm_pt.config.schema import CheckpointConfig
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
+from slurm_pt.parallel.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Checkpointer:
         step: int,
         tensors: Mapping[str, Tensor],
         *,
-        shard_dims: Mapping[str, int | None],
+        shards: Mapping[str, Shard],
         rank_state: dict[str, Any],
         common: dict[str, Any],
         wait: bool,
@@ -107,13 +108,13 @@ class Checkpointer:
         self._join()
         self._failed = None
         mine = state.names_to_save(
-            tensors, shard_dims, layout=self._groups.layout, place=self._groups.place
+            tensors, shards, layout=self._groups.layout, place=self._groups.place
         )
         snapshot = Snapshot(
             step=step,
             tensors=self._buffers.copy({name: tensors[name] for name in mine}),
-            shard_dims=dict(shard_dims),
-            fingerprint=state.fingerprint(tensors, shard_dims),
+            shards=dict(shards),
+            fingerprint=state.fingerprint(tensors, shards),
             rank_state=json.dumps(rank_state).encode(),
             common=json.loads(json.dumps(common)),
             taken_at=called_at,
@@ -151,7 +152,7 @@ class Checkpointer:
             self._thread = None
 
     def resume(
-        self, tensors: Mapping[str, Tensor], *, shard_dims: Mapping[str, int | None]
+        self, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Shard]
     ) -> Resumed | None:
         """Load the newest usable step into the tensors, in place; None when there is none at all.
 
@@ -159,20 +160,20 @@ class Checkpointer:
             CheckpointError: there are checkpoints and none can be used, or the one to use does not
                 fit these tensors.
         """
-        return self.resume_into(lambda _path: tensors, shard_dims=shard_dims)
+        return self.resume_into(lambda _path: tensors, shards=shards)
 
     def resume_into(
         self,
         allocate: Callable[[Path], Mapping[str, Tensor]],
         *,
-        shard_dims: Mapping[str, int | None] | None = None,
+        shards: Mapping[str, Shard] | None = None,
     ) -> Resumed | None:
         """Like `resume`, for tensors that are only known once the checkpoint is.
 
         `allocate` takes the folder of the chosen checkpoint (`tensor_files.read_index` tells names,
         shapes and formats) and gives the tensors to fill.
         """
-        resumed = self._loader.load(allocate, shard_dims or {})
+        resumed = self._loader.load(allocate, shards or {})
         if resumed is not None:
             self.last_committed = resumed.step
         return resumed

@@ -16,6 +16,7 @@ from slurm_pt.checkpoint.store import Manifest, StoredCheckpoint
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
+from slurm_pt.parallel.shard import Shard
 
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.tensor_files import StoredTensor
@@ -65,7 +66,7 @@ class Loader:
     def load(
         self,
         allocate: Callable[[Path], Mapping[str, Tensor]],
-        shard_dims: Mapping[str, int | None],
+        shards: Mapping[str, Shard],
     ) -> Resumed | None:
         """Fill the tensors that `allocate` gives for a checkpoint's folder; None: there is none.
 
@@ -78,7 +79,7 @@ class Loader:
             return None
         opened = self._peers.on_each(lambda: self._open(found.path))
         tensors = self._peers.on_each(lambda: allocate(found.path))
-        self._load(found.path, opened.index, tensors, shard_dims)
+        self._load(found.path, opened.index, tensors, shards)
         return Resumed(
             step=found.step,
             common=dict(opened.manifest.common),
@@ -120,7 +121,7 @@ class Loader:
         path: Path,
         index: Mapping[str, StoredTensor],
         tensors: Mapping[str, Tensor],
-        shard_dims: Mapping[str, int | None],
+        shards: Mapping[str, Shard],
     ) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -128,10 +129,7 @@ class Loader:
         from slurm_pt.checkpoint.block import BlockLoadPlanner
         from slurm_pt.checkpoint.tensor_files import TensorFileReader
 
-        tp = self._groups.layout.tp
-        judged = self._peers.gather(
-            (state.mismatches(index, tensors, shard_dims, tp=tp), list(tensors))
-        )
+        judged = self._peers.gather((state.mismatches(index, tensors, shards), list(tensors)))
         problems = [problem for part, _ in judged for problem in part]
         asked_for = {name for _, names in judged for name in names}
         problems += [f"{name}: expected nothing, found it" for name in index.keys() - asked_for]
@@ -139,7 +137,7 @@ class Loader:
             raise _does_not_fit(path, problems)
         try:
             dcp_load(
-                dict(state.save_tree(tensors, shard_dims, self._groups)),
+                dict(state.save_tree(tensors, shards)),
                 storage_reader=TensorFileReader(path, index),
                 planner=BlockLoadPlanner(),
                 process_group=self._groups.background,

@@ -26,6 +26,7 @@ from slurm_pt.checkpoint.store import FileRecord, Manifest
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
+from slurm_pt.parallel.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Snapshot:
 
     step: int
     tensors: Mapping[str, Tensor]
-    shard_dims: Mapping[str, int | None]
+    shards: Mapping[str, Shard]
     fingerprint: str
     """Of all tensors of the rank, also of those that another rank saves."""
     rank_state: bytes
@@ -127,7 +128,7 @@ class Saver:
         writer = TensorFileWriter(temporary, self._groups.rank)
         try:
             dcp_save(
-                state.save_tree(save.tensors, save.shard_dims, self._groups),
+                state.save_tree(save.tensors, save.shards),
                 storage_writer=writer,
                 planner=BlockSavePlanner(),
                 process_group=self._groups.background,
@@ -192,7 +193,7 @@ def _check_agreement(heads: list[tuple[int, str, int]]) -> None:
         if heads[first][1] != fingerprint:
             raise CheckpointError(
                 f"ranks {first} and {rank} are both of pipeline stage {stage}, but hold different "
-                "tensors (names, formats, shapes or shard dims): some would not be saved"
+                "tensors (names, formats, shapes or shards): some would not be saved"
             )
 
 

@@ -16,17 +16,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.plan.layout import ParallelLayout, Place
 
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.tensor_files import StoredTensor
-    from slurm_pt.parallel.groups import ProcessGroups
 
 
 def save_tree(
     tensors: Mapping[str, Tensor],
-    shard_dims: Mapping[str, int | None],
-    groups: ProcessGroups,
+    shards: Mapping[str, Shard],
 ) -> dict[str, Any]:
     """The state dict for DCP, to save from or to load into; it shares the tensors' memory.
 
@@ -37,19 +36,14 @@ def save_tree(
 
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        dim = shard_dims.get(name)
-        if dim is None or groups.layout.tp == 1:
-            tree[name] = tensor.detach()
-        else:
-            tree[name] = Block.of_rank(
-                tensor.detach(), dim=dim, tp=groups.layout.tp, tp_rank=groups.place.tp_rank
-            )
+        shard = shards.get(name, WHOLE)
+        tree[name] = Block.of(tensor.detach(), shard) if shard.split else tensor.detach()
     return tree
 
 
 def names_to_save(
     tensors: Mapping[str, Tensor],
-    shard_dims: Mapping[str, int | None],
+    shards: Mapping[str, Shard],
     *,
     layout: ParallelLayout,
     place: Place,
@@ -64,10 +58,12 @@ def names_to_save(
     mine = []
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         size = tensors[name].nbytes
-        if shard_dims.get(name) is not None:
-            # All parts from one copy of the model; parts are of one size.
+        shard = shards.get(name, WHOLE)
+        if shard.split:
+            # All parts from one copy of the model; parts are of one size. Of ranks that hold the
+            # same part, the first writes it.
             dp_rank = min(range(layout.dp), key=lambda dp: load[0, dp])
-            writers = [(tp, dp_rank) for tp in range(layout.tp)]
+            writers = [(tp, dp_rank) for tp in range(0, layout.tp, layout.tp // shard.parts)]
         else:
             writers = [min(load, key=lambda writer: load[writer])]
         for writer in writers:
@@ -77,11 +73,12 @@ def names_to_save(
     return mine
 
 
-def fingerprint(tensors: Mapping[str, Tensor], shard_dims: Mapping[str, int | None]) -> str:
-    """Equal on ranks that hold the same names, formats, local shapes and shard dims."""
+def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:
+    """Equal on ranks that hold the same names, formats, local shapes and shards."""
     seen = [
-        (name, str(tensor.dtype), tuple(tensor.shape), shard_dims.get(name))
+        (name, str(tensor.dtype), tuple(tensor.shape), shard.dim, shard.parts)
         for name, tensor in sorted(tensors.items())
+        for shard in [shards.get(name, WHOLE)]
     ]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
@@ -89,33 +86,24 @@ def fingerprint(tensors: Mapping[str, Tensor], shard_dims: Mapping[str, int | No
 def mismatches(
     stored: Mapping[str, StoredTensor],
     tensors: Mapping[str, Tensor],
-    shard_dims: Mapping[str, int | None],
-    *,
-    tp: int,
+    shards: Mapping[str, Shard],
 ) -> list[str]:
     """What keeps a checkpoint from being loaded into these tensors: name, expected, found.
 
-    DCP checks names and shapes; it converts number formats in silence, and knows no shard dims.
+    DCP checks names and shapes; it converts number formats in silence, and knows no shards.
     """
     problems = []
     for name, tensor in tensors.items():
-        dim = shard_dims.get(name) if tp > 1 else None
-        expected = list(tensor.shape)
-        if dim is not None:
-            expected[dim] *= tp
+        shard = shards.get(name, WHOLE)
+        expected = shard.whole_shape(tensor.shape)
         found = stored.get(name)
         if found is None:
-            problems.append(f"{name}: expected shape {tuple(expected)}, found nothing")
+            problems.append(f"{name}: expected shape {expected}, found nothing")
             continue
-        if tuple(expected) != found.shape:
-            problems.append(f"{name}: expected shape {tuple(expected)}, found {found.shape}")
+        if expected != found.shape:
+            problems.append(f"{name}: expected shape {expected}, found {found.shape}")
         if tensor.dtype != found.dtype:
             problems.append(f"{name}: expected {tensor.dtype}, found {found.dtype}")
-        if tp > 1 and found.split_dims not in ((), (dim,)):
-            expected_split = "whole" if dim is None else f"split along dim {dim}"
-            problems.append(
-                f"{name}: expected {expected_split}, found split along {found.split_dims}"
-            )
     return problems
 
 

@@ -93,15 +93,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
-    @property
-    def split_dims(self) -> tuple[int, ...]:
-        """The dims along which it was split over ranks."""
-        return tuple(
-            dim
-            for dim, size in enumerate(self.shape)
-            if any(chunk.shape[dim] != size for chunk in self.chunks)
-        )
-
 
 def tensor_file(rank: int) -> str:
     """Name of the file with the tensors that one rank wrote."""

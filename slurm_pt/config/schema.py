@@ -26,9 +26,53 @@ class DType(Enum):
     bfloat16 = "bfloat16"
 
 
+class Positions(Enum):
+    """How a token's place in the sequence is made known."""
+
+    learned = "learned"
+    """A table of vectors that are added to the token's (GPT-2)."""
+    rotary = "rotary"
+    """Queries and keys are turned by angles that grow with the place (Llama, Qwen)."""
+
+
+class RopeScaling(Enum):
+    """How rotary frequencies are stretched for sequences longer than those of the pre-training."""
+
+    none = "none"
+    linear = "linear"
+    """All by model.rope_factor."""
+    llama3 = "llama3"
+    """The low ones by model.rope_factor, the high ones not, those between in part."""
+
+
+class Norm(Enum):
+    """What normalises the residual stream."""
+
+    layer = "layer"
+    rms = "rms"
+
+
+class Activation(Enum):
+    """The non-linearity of the feed-forward block."""
+
+    gelu = "gelu"
+    """down(gelu(up(x))), with the tanh form of GELU."""
+    swiglu = "swiglu"
+    """down(silu(gate(x)) * up(x))."""
+
+
+class Bias(Enum):
+    """Which linear layers have a bias."""
+
+    all = "all"
+    qkv = "qkv"
+    """Query, key and value alone (Qwen 2)."""
+    none = "none"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
-    """A causal transformer (GPT-2: learned positions, pre-LayerNorm, GELU)."""
+    """A causal pre-norm transformer. The defaults are GPT-2's; presets show Llama's and Qwen's."""
 
     num_layers: int = MISSING
     """Transformer layers. At least parallel.pp."""
@@ -36,18 +80,52 @@ class ModelConfig:
     """Width of the residual stream. Divisible by num_heads and parallel.tp."""
     num_heads: int = MISSING
     """Attention heads. Divisible by parallel.tp."""
+    num_kv_heads: int | None = None
+    """Heads of keys and values, each for num_heads / num_kv_heads of queries; null: num_heads."""
+    head_size: int | None = None
+    """Width of one head; null: hidden_size / num_heads."""
     vocab_size: int = MISSING
     """Number of token ids. Divisible by parallel.tp."""
     max_seq_len: int = MISSING
-    """Longest sequence that has learned positions, in tokens."""
+    """Longest sequence, in tokens."""
     ffn_hidden_size: int | None = None
     """Width of the feed-forward block; null: 4 * hidden_size."""
+    positions: Positions = Positions.learned
+    """learned or rotary."""
+    rope_theta: float = 10000.0
+    """Base of the rotary frequencies."""
+    rope_scaling: RopeScaling = RopeScaling.none
+    """none, linear or llama3."""
+    rope_factor: float = 1.0
+    """By how much rotary frequencies are stretched."""
+    rope_low_freq_factor: float = 1.0
+    """llama3: frequencies with fewer turns than this in the original length are stretched whole."""
+    rope_high_freq_factor: float = 4.0
+    """llama3: frequencies with more turns than this in the original length are left alone."""
+    rope_original_seq_len: int | None = None
+    """llama3: longest sequence of the pre-training, in tokens."""
+    norm: Norm = Norm.layer
+    """layer or rms."""
+    norm_eps: float = 1e-5
+    """Added to the variance before its root."""
+    activation: Activation = Activation.gelu
+    """gelu or swiglu."""
+    bias: Bias = Bias.all
+    """all, qkv or none."""
     tie_embeddings: bool = True
     """Use the token embedding as the output head."""
     dropout: float = 0.0
     """Probability that a residual or embedding element is dropped, 0 to 1."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; residual outputs get it / sqrt(2 * num_layers)."""
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden_size // self.num_heads if self.head_size is None else self.head_size
 
     @property
     def ffn_size(self) -> int:
@@ -64,6 +142,8 @@ class ParallelConfig:
     """Pipeline-parallel degree: number of stages."""
     dp: int | None = None
     """Data-parallel degree: copies of the model; null: what slurm.nodes leaves, or 1."""
+    sequence: bool = False
+    """Sequence parallelism: tensor ranks also split norms, dropout and residuals, by position."""
     allow_tp_across_nodes: bool = False
     """Let a tensor group span nodes (slow links; for the adventurous)."""
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
+from slurm_pt.parallel.shard import Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
 BUCKET_BYTES = 64 * 2**20
 """Large enough to be bound by bandwidth, not latency, on gloo and NCCL alike; and small enough
@@ -82,34 +83,33 @@ def sum_tied_gradient(parameter: nn.Parameter | None, groups: ProcessGroups) -> 
         all_reduce(parameter.grad, groups.embedding)
 
 
-def counted_parameters(
-    parameters: Mapping[str, nn.Parameter],
-    *,
-    shard_dims: Mapping[str, int | None],
-    copies: Iterable[str],
-    groups: ProcessGroups,
-) -> list[nn.Parameter]:
-    """The parameters this rank counts, so that over all ranks each number counts once.
+def sum_gradients(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its sum over the group, in one message. A collective over it."""
+    held = list(gradients)
+    if group.size() == 1 or not held:
+        return
+    flat = all_reduce(torch.cat([gradient.flatten() for gradient in held]), group)
+    begin = 0
+    for gradient in held:
+        gradient.copy_(flat[begin : begin + gradient.numel()].view_as(gradient))
+        begin += gradient.numel()
 
-    Of dp replicas the first counts, of a parameter that is whole on each tp rank the first tp
-    rank's, and a tied copy (in `copies`) never.
+
+def counts_here(shard: Shard, groups: ProcessGroups) -> bool:
+    """Whether this rank counts a part, so that over all ranks each number counts once.
+
+    Of dp replicas the first counts; of tensor ranks that hold the same part, the first of them.
     """
-    if groups.place.dp_rank != 0:
-        return []
-    skipped = set(copies)
-    return [
-        parameter
-        for name, parameter in parameters.items()
-        if name not in skipped and (shard_dims[name] is not None or groups.place.tp_rank == 0)
-    ]
+    sharing = groups.layout.tp // (shard.parts if shard.split else 1)
+    return groups.place.dp_rank == 0 and groups.place.tp_rank % sharing == 0
 
 
-def squared_norm(parameters: Iterable[nn.Parameter], *, device: torch.device) -> Tensor:
-    """The sum of the squared gradients as a float64 scalar: sum it over all ranks for the norm."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
+def squared_norm(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:
+    """The sum of their squares as a float64 scalar: sum it over all ranks for the norm."""
+    held = list(gradients)
+    if not held:
         return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(list(torch._foreach_norm(gradients)))
+    norms = torch.stack(list(torch._foreach_norm(held)))
     return norms.double().square().sum()
 
 

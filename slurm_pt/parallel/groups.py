@@ -31,6 +31,9 @@ class ProcessGroups:
     """The ranks of this rank's pipeline."""
     dp: dist.ProcessGroup
     """The ranks that hold the same weights."""
+    kv: dist.ProcessGroup
+    """The tensor ranks that hold the same key and value heads; this rank alone where each has its
+    own."""
     embedding: dist.ProcessGroup | None
     """First and last stage of this rank's pipeline; None on other ranks, and when pp == 1."""
     background: dist.ProcessGroup
@@ -47,7 +50,7 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroy the groups that `create_groups` made, and leave the default one alone."""
-        made = {self.tp, self.pp, self.dp, self.background}
+        made = {self.tp, self.pp, self.dp, self.kv, self.background}
         if self.embedding is not None:
             made.add(self.embedding)
         for group in made:
@@ -55,12 +58,18 @@ class ProcessGroups:
 
 
 def create_groups(
-    layout: ParallelLayout, *, rank: int, device: torch.device, timeout_s: float
+    layout: ParallelLayout,
+    *,
+    rank: int,
+    device: torch.device,
+    timeout_s: float,
+    kv_heads: int | None = None,
 ) -> ProcessGroups:
     """This rank's groups. A collective over all ranks, after `init_process_group`.
 
     Every rank makes every group, in the same order, also those it is not in: new_group
     requires it. Axes of degree 1 share one group of this rank alone, which no peer has to know.
+    With fewer `kv_heads` than tensor ranks, neighbours share one.
     """
     world = dist.group.WORLD
     if world is None:
@@ -84,6 +93,9 @@ def create_groups(
     pp = mine(pipelines) if layout.pp > 1 else None
     dp = mine([layout.dp_ranks(member) for member in everyone]) if layout.dp > 1 else None
     ends = [(ranks[0], ranks[-1]) for ranks in pipelines]
+    sharing = layout.tp // min(layout.tp, kv_heads or layout.tp)
+    sharers = [_sharers(layout, member, sharing) for member in everyone]
+    kv = mine(sharers) if sharing > 1 else None
     groups = ProcessGroups(
         layout=layout,
         rank=rank,
@@ -93,6 +105,7 @@ def create_groups(
         tp=tp or alone,
         pp=pp or alone,
         dp=dp or alone,
+        kv=kv or alone,
         embedding=mine(ends) if layout.pp > 1 else None,
         background=dist.new_group(list(everyone), timeout=timeout, backend="gloo"),
     )
@@ -101,13 +114,20 @@ def create_groups(
     return groups
 
 
+def _sharers(layout: ParallelLayout, rank: int, sharing: int) -> tuple[int, ...]:
+    """The tensor ranks that hold the same key/value heads as this one, `sharing` of them."""
+    ranks = layout.tp_ranks(rank)
+    begin = ranks.index(rank) // sharing * sharing
+    return ranks[begin : begin + sharing]
+
+
 def _connect(groups: ProcessGroups) -> None:
     """Make NCCL connect now.
 
     A batch of sends and receives must not be a group's first operation unless all its ranks take
     part in it (documentation of torch.distributed.batch_isend_irecv).
     """
-    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.embedding):
+    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.kv, groups.embedding):
         if group is not None:
             all_reduce(torch.zeros(1, device=groups.device), group)
 

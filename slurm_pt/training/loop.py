@@ -19,13 +19,15 @@ from slurm_pt.errors import ConfigError, Problem
 from slurm_pt.parallel.data import (
     GradientBuckets,
     clip_factor,
-    counted_parameters,
+    counts_here,
     squared_norm,
+    sum_gradients,
     sum_tied_gradient,
 )
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_pipeline
-from slurm_pt.training.model import GPTStage, MicroBatch
+from slurm_pt.training.micro_batch import MicroBatch
+from slurm_pt.training.model import GPTStage
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
 
 if TYPE_CHECKING:
@@ -162,13 +164,10 @@ class _Trainer:
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.buckets = GradientBuckets(stage.parameters(), group=groups.dp)
-        self.counted = counted_parameters(
-            dict(stage.named_parameters()),
-            shard_dims=stage.shard_dims(),
-            copies=stage.tied_copies(),
-            groups=groups,
+        self.counted = _counted_gradients(stage, groups)
+        shape = stage.message_shape(
+            micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
         )
-        shape = (config.micro_batch_size, config.seq_len, stage.config.hidden_size)
         self.message = Message(shape=shape, dtype=stage.dtype)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
@@ -187,6 +186,9 @@ class _Trainer:
         self.buckets.zero()
         loss = run_pipeline(self.stage, micro_batches, message=self.message, groups=self.groups)
         self.phase("average")
+        partial = self.stage.partial_gradients()
+        sum_gradients([p.grad for p in partial if p.grad is not None], self.groups.tp)
+        sum_gradients(self.stage.shared_gradients(), self.groups.kv)
         self.buckets.average()
         sum_tied_gradient(self.stage.tied_parameter(), self.groups)
         if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
@@ -215,3 +217,19 @@ class _Trainer:
             tokens = torch.from_numpy(self.dataset.batch(step, indices)).to(self.groups.device)
         samples = tuple(step * self.config.global_batch_size + index for index in indices)
         return MicroBatch(tokens=tokens, samples=samples, step=step)
+
+
+def _counted_gradients(stage: GPTStage, groups: ProcessGroups) -> list[Tensor]:
+    """The gradients that this rank counts in the global norm: views into the buckets.
+
+    A tied copy counts nowhere: the embedding on the first stage has the same gradient.
+    """
+    parameters, copies = dict(stage.named_parameters()), stage.tied_copies()
+    counted = []
+    for piece in stage.pieces():
+        gradient = parameters[piece.parameter].grad
+        if gradient is None:
+            raise ValueError(f"{piece.parameter} has no gradient buffer")
+        if piece.parameter not in copies and counts_here(piece.shard, groups):
+            counted.append(piece.of(gradient))
+    return counted

@@ -80,15 +80,14 @@ class NamedAdamW:
             maximize=False,
         )
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """The moments themselves, not copies, as `exp_avg/<name>` and `exp_avg_sq/<name>`."""
+    def state(self) -> dict[str, dict[str, Tensor]]:
+        """The moments themselves, not copies, by kind and parameter."""
         return {
-            f"{kind}/{name}": moment
-            for name, moments in self.moments.items()
-            for kind, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True)
+            kind: {name: moments[index] for name, moments in self.moments.items()}
+            for index, kind in enumerate(("exp_avg", "exp_avg_sq"))
         }
 
     def set_step(self, steps: int) -> None:
-        """Tell it how many updates were made, after moments were loaded into `state_tensors`."""
+        """Tell it how many updates were made, after moments were loaded into `state`."""
         for count in self.steps.values():
             count.fill_(float(steps))

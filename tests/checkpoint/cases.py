@@ -68,9 +68,9 @@ def load_layouts(folder: Path, saved: list[Degrees], layouts: list[Degrees]) -> 
         groups = groups_of(*degrees)
         for saved_degrees in saved:
             path = folder / "x".join(map(str, saved_degrees))
-            tensors, shard_dims = local_tensors(groups)
+            tensors, shards = local_tensors(groups)
             tensors = zeros_like(tensors)
-            resumed = checkpointer(path, groups).resume(tensors, shard_dims=shard_dims)
+            resumed = checkpointer(path, groups).resume(tensors, shards=shards)
             assert resumed is not None
             assert_is_step(tensors, groups, 7)
             assert resumed.step == 7
@@ -90,13 +90,13 @@ def random_state_of_each_rank(folder: Path) -> list[float]:
     torch.manual_seed(groups.rank)
     torch.randn(3), random.gauss(0, 1), np.random.standard_normal(3)
     saver = checkpointer(folder, groups)
-    tensors, shard_dims = local_tensors(groups, 1)
+    tensors, shards = local_tensors(groups, 1)
     state = {"random": capture_random_state()}
-    saver.save(1, tensors, shard_dims=shard_dims, rank_state=state, common={}, wait=True)
+    saver.save(1, tensors, shards=shards, rank_state=state, common={}, wait=True)
     drawn = _draw()
     torch.manual_seed(99)
     _draw()
-    resumed = checkpointer(folder, groups).resume(tensors, shard_dims=shard_dims)
+    resumed = checkpointer(folder, groups).resume(tensors, shards=shards)
     assert resumed is not None
     assert resumed.rank_state is not None
     restore_random_state(resumed.rank_state["random"])
@@ -118,9 +118,9 @@ def fall_back_together(folder: Path) -> list[str]:
         flip_a_bit(folder / "step_00000002" / "rank_00003.safetensors")
     dist.barrier()
     events = Events()
-    tensors, shard_dims = local_tensors(groups)
+    tensors, shards = local_tensors(groups)
     later = checkpointer(folder, groups, report=events)
-    resumed = later.resume(tensors, shard_dims=shard_dims)
+    resumed = later.resume(tensors, shards=shards)
     assert resumed is not None
     assert resumed.step == later.last_committed == 1
     assert_is_step(tensors, groups, 1)
@@ -131,8 +131,8 @@ def fall_back_together(folder: Path) -> list[str]:
     if groups.rank == 0:
         names = sorted(path.name for path in folder.iterdir())
         assert names == ["step_00000001", "step_00000002", "step_00000002.damaged-1"]
-    tensors, shard_dims = local_tensors(groups)
-    again = checkpointer(folder, groups).resume(tensors, shard_dims=shard_dims)
+    tensors, shards = local_tensors(groups)
+    again = checkpointer(folder, groups).resume(tensors, shards=shards)
     assert again is not None
     assert again.step == 2
     # A third save of it leaves the files as they are.
@@ -144,7 +144,7 @@ def fall_back_together(folder: Path) -> list[str]:
             flip_a_bit(folder / f"step_{step:08d}" / "tensors.json")
     dist.barrier()
     with pytest.raises(CheckpointError, match="none can be used"):
-        checkpointer(folder, groups).resume(tensors, shard_dims=shard_dims)
+        checkpointer(folder, groups).resume(tensors, shards=shards)
     return list(resumed.skipped)
 
 
@@ -236,11 +236,11 @@ def tensors_that_do_not_fit(folder: Path) -> dict[str, str]:
     save_step(checkpointer(folder, groups), groups, 1)
 
     def message(change: Any) -> str:
-        tensors, shard_dims = local_tensors(groups)
-        change(tensors, shard_dims)
+        tensors, shards = local_tensors(groups)
+        change(tensors, shards)
         untouched = {name: tensor.clone() for name, tensor in tensors.items()}
         with pytest.raises(CheckpointError) as raised:
-            checkpointer(folder, groups).resume(tensors, shard_dims=shard_dims)
+            checkpointer(folder, groups).resume(tensors, shards=shards)
         assert all(torch.equal(tensors[name], untouched[name]) for name in tensors)
         return str(raised.value)
 
@@ -252,23 +252,17 @@ def tensors_that_do_not_fit(folder: Path) -> dict[str, str]:
         ),
         "missing": message(lambda tensors, _: tensors.update({"new.weight": torch.zeros(3)})),
         "extra": message(lambda tensors, _: tensors.pop(name)),
-        "placement": message(
-            lambda tensors, dims: (
-                tensors.update({name: torch.zeros(24, 3)}),
-                dims.update({name: 1}),
-            )
-        ),
     }
 
 
 def ranks_of_a_stage_differ(folder: Path) -> str:
     groups = groups_of(1, 1, 2)
-    tensors, shard_dims = local_tensors(groups, 1)
+    tensors, shards = local_tensors(groups, 1)
     if groups.rank == 1:
         del tensors["optimizer.exp_avg.layers.1.up.weight"]
     with pytest.raises(CheckpointError) as raised:
         checkpointer(folder, groups).save(
-            1, tensors, shard_dims=shard_dims, rank_state={}, common={}, wait=True
+            1, tensors, shards=shards, rank_state={}, common={}, wait=True
         )
     return str(raised.value)
 
@@ -283,8 +277,8 @@ def training_goes_on_during_saves(folder: Path) -> int:
     saver = checkpointer(folder, groups, keep_last=2, report=record_on_a_full_disk)
     flag = torch.ones(1)
     for step in range(1, 6):
-        tensors, shard_dims = local_tensors(groups, step)
-        saver.save(step, tensors, shard_dims=shard_dims, rank_state={}, common={}, wait=False)
+        tensors, shards = local_tensors(groups, step)
+        saver.save(step, tensors, shards=shards, rank_state={}, common={}, wait=False)
         for tensor in tensors.values():
             tensor.zero_()  # the next training step writes to the weights at once
         for _ in range(20):
@@ -293,8 +287,8 @@ def training_goes_on_during_saves(folder: Path) -> int:
     saver.close()
     dist.barrier()
     assert [stored.step for stored in store.list_checkpoints(folder)] == [5, 4]
-    tensors, shard_dims = local_tensors(groups)
-    resumed = checkpointer(folder, groups).resume(tensors, shard_dims=shard_dims)
+    tensors, shards = local_tensors(groups)
+    resumed = checkpointer(folder, groups).resume(tensors, shards=shards)
     assert resumed is not None
     assert_is_step(tensors, groups, 5)
     return resumed.step
@@ -314,14 +308,11 @@ def every_number_format(folder: Path) -> None:
         "view.columns": fused[:, 1:3],
     }
     before = {name: tensor.clone() for name, tensor in tensors.items()}
-    dims = dict.fromkeys(tensors)
-    checkpointer(folder, groups).save(
-        1, tensors, shard_dims=dims, rank_state={}, common={}, wait=True
-    )
+    checkpointer(folder, groups).save(1, tensors, shards={}, rank_state={}, common={}, wait=True)
     for name in tensors.keys() - {"view.rows", "view.columns"}:
         tensors[name].zero_()
     fused.zero_()
-    assert checkpointer(folder, groups).resume(tensors, shard_dims=dims) is not None
+    assert checkpointer(folder, groups).resume(tensors, shards={}) is not None
     for name, tensor in tensors.items():
         same = tensor.view(torch.uint8) if tensor.dim() else tensor
         expected = before[name].view(torch.uint8) if tensor.dim() else before[name]

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint
 import torch.distributed.tensor
 
 from slurm_pt.checkpoint import store
+from slurm_pt.parallel.shard import Shard
 from tests.checkpoint.toy import checkpointer, groups_of
 
 WORLD_SIZE = 2
@@ -40,9 +41,12 @@ def save_for_ever(folder: Path, rank: int, meeting_point: Path, ready: int) -> N
     )
     groups = groups_of(tp=WORLD_SIZE, pp=1, dp=1)
     tensors = {f"weight.{number}": torch.zeros(64, 512) for number in range(8)}
-    shard_dims = {name: number % 2 for number, name in enumerate(tensors)}
+    shards = {
+        name: Shard.over(number % 2, tp=WORLD_SIZE, tp_rank=rank)
+        for number, name in enumerate(tensors)
+    }
     saver = checkpointer(folder, groups, keep_last=1)
-    resumed = saver.resume(tensors, shard_dims=shard_dims)
+    resumed = saver.resume(tensors, shards=shards)
     step = 0
     if resumed is not None:
         step = resumed.common["step"]
@@ -58,7 +62,7 @@ def save_for_ever(folder: Path, rank: int, meeting_point: Path, ready: int) -> N
         saver.save(
             step,
             tensors,
-            shard_dims=shard_dims,
+            shards=shards,
             rank_state={"rank": rank, "step": step},
             common={"step": step},
             wait=False,

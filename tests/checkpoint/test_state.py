@@ -10,23 +10,30 @@ import torch
 from slurm_pt.checkpoint.random_state import capture_random_state, restore_random_state
 from slurm_pt.checkpoint.state import HostBuffers, fingerprint, names_to_save
 from slurm_pt.errors import CheckpointError
+from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.plan.layout import ParallelLayout, Place
 
 TENSORS = {f"weight.{n}": torch.zeros(10 + n, 4) for n in range(8)}
 TENSORS |= {f"norm.{n}": torch.zeros(4) for n in range(8)}
-DIMS = {name: 0 if name.startswith("weight") else None for name in TENSORS}
+
+
+def shards(tp, tp_rank=0):
+    rows = Shard.over(0, tp=tp, tp_rank=tp_rank)
+    return {name: rows if name.startswith("weight") else WHOLE for name in TENSORS}
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (1, 4), (2, 1), (2, 3), (4, 2)])
 def test_each_tensor_is_saved_once_and_every_part_of_a_split_one(tp, dp):
     layout = ParallelLayout(tp=tp, pp=1, dp=dp)
     shares = {
-        (place.tp_rank, place.dp_rank): names_to_save(TENSORS, DIMS, layout=layout, place=place)
+        (place.tp_rank, place.dp_rank): names_to_save(
+            TENSORS, shards(tp, place.tp_rank), layout=layout, place=place
+        )
         for place in map(layout.place, range(layout.world_size))
     }
-    for name, dim in DIMS.items():
+    for name, shard in shards(tp).items():
         writers = [writer for writer, names in shares.items() if name in names]
-        if dim is None:
+        if not shard.split:
             assert len(writers) == 1
         else:  # all parts, from one copy of the model
             assert sorted(tp_rank for tp_rank, _ in writers) == list(range(tp))
@@ -36,10 +43,25 @@ def test_each_tensor_is_saved_once_and_every_part_of_a_split_one(tp, dp):
     assert max(loads) - min(loads) <= 17 * 4 * 4
 
 
+def test_of_ranks_that_hold_the_same_part_one_saves_it():
+    layout = ParallelLayout(tp=4, pp=1, dp=1)
+    tensors = {"key": torch.zeros(2, 2)}
+    saved = [
+        names_to_save(
+            tensors,
+            {"key": Shard.over(0, tp=4, tp_rank=rank, parts=2)},
+            layout=layout,
+            place=layout.place(rank),
+        )
+        for rank in range(4)
+    ]
+    assert saved == [["key"], [], ["key"], []]
+
+
 def test_the_stages_of_a_pipeline_share_by_their_own_tensors():
     layout = ParallelLayout(tp=1, pp=2, dp=2)
     saved = [
-        names_to_save(TENSORS, DIMS, layout=layout, place=Place(0, stage, dp))
+        names_to_save(TENSORS, {}, layout=layout, place=Place(0, stage, dp))
         for stage in (0, 1)
         for dp in (0, 1)
     ]
@@ -47,14 +69,17 @@ def test_the_stages_of_a_pipeline_share_by_their_own_tensors():
 
 
 def test_fingerprints_differ_by_name_shape_format_and_shard_dim():
-    one = fingerprint({"a": torch.zeros(2, 2)}, {"a": None})
+    one = fingerprint({"a": torch.zeros(2, 2)}, {"a": WHOLE})
     others = [
-        fingerprint({"b": torch.zeros(2, 2)}, {"b": None}),
-        fingerprint({"a": torch.zeros(4, 1)}, {"a": None}),
-        fingerprint({"a": torch.zeros(2, 2, dtype=torch.bfloat16)}, {"a": None}),
-        fingerprint({"a": torch.zeros(2, 2)}, {"a": 0}),
+        fingerprint({"b": torch.zeros(2, 2)}, {}),
+        fingerprint({"a": torch.zeros(4, 1)}, {}),
+        fingerprint({"a": torch.zeros(2, 2, dtype=torch.bfloat16)}, {}),
+        fingerprint({"a": torch.zeros(2, 2)}, {"a": Shard(0, 2, 1)}),
+        fingerprint({"a": torch.zeros(2, 2)}, {"a": Shard(0, 4, 1)}),
     ]
-    assert len({one, *others}) == 5
+    assert len({one, *others}) == 6
+    second = fingerprint({"a": torch.zeros(2, 2)}, {"a": Shard(0, 4, 0)})
+    assert second == others[-1]  # ranks hold different parts of the same
     assert fingerprint({"a": torch.ones(2, 2)}, {}) == one
 
 

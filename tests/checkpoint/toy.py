@@ -11,6 +11,7 @@ from torch import Tensor
 from slurm_pt.checkpoint.checkpointer import Checkpointer
 from slurm_pt.config.schema import CheckpointConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
+from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.plan.layout import ParallelLayout, split_layers
 
 NUM_LAYERS = 4
@@ -49,20 +50,20 @@ def stage_of(name: str, pp: int) -> tuple[int, ...]:
 
 def local_tensors(
     groups: ProcessGroups, step: int = 0
-) -> tuple[dict[str, Tensor], dict[str, int | None]]:
-    """This rank's tensors as they are at a step, and their shard dims."""
+) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    """This rank's tensors as they are at a step, and which parts of the whole they are."""
     tensors: dict[str, Tensor] = {}
-    shard_dims: dict[str, int | None] = {}
+    shards: dict[str, Shard] = {}
+    tp, tp_rank = groups.layout.tp, groups.place.tp_rank
     for name, (whole, dim) in whole_tensors(step).items():
         if groups.place.pp_rank not in stage_of(name, groups.layout.pp):
             continue
-        shard_dims[name] = dim
         if dim is None:
-            tensors[name] = whole.clone()
+            tensors[name], shards[name] = whole.clone(), WHOLE
         else:
-            parts = whole.chunk(groups.layout.tp, dim)
-            tensors[name] = parts[groups.place.tp_rank].clone()
-    return tensors, shard_dims
+            tensors[name] = whole.chunk(tp, dim)[tp_rank].clone()
+            shards[name] = Shard.over(dim, tp=tp, tp_rank=tp_rank)
+    return tensors, shards
 
 
 def assert_is_step(tensors: dict[str, Tensor], groups: ProcessGroups, step: int) -> None:
@@ -109,11 +110,11 @@ def checkpointer(folder: Path, groups: ProcessGroups, **settings: Any) -> Checkp
 
 
 def save_step(saver: Checkpointer, groups: ProcessGroups, step: int, *, wait: bool = True) -> None:
-    tensors, shard_dims = local_tensors(groups, step)
+    tensors, shards = local_tensors(groups, step)
     saver.save(
         step,
         tensors,
-        shard_dims=shard_dims,
+        shards=shards,
         rank_state={"rank": groups.rank, "step": step},
         common={"data_position": 10 * step},
         wait=wait,

@@ -10,12 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_pt.parallel.data import GradientBuckets, counted_parameters, squared_norm
+from slurm_pt.parallel.data import GradientBuckets, counts_here, squared_norm
 from slurm_pt.parallel.groups import ProcessGroups, agree, all_reduce, create_groups
 from slurm_pt.parallel.pipeline import Message, run_pipeline
+from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.parallel.tensor import (
     ColumnParallelLinear,
     RowParallelLinear,
+    TensorAxis,
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
@@ -46,7 +48,7 @@ def memberships(layouts: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
     return found
 
 
-def layers_match() -> dict[str, float]:
+def layers_match(sequence: bool) -> dict[str, float]:
     """Largest differences to whole layers, of outputs and gradients, with tp over all ranks."""
     groups = make(dist.get_world_size(), 1, 1)
     torch.manual_seed(0)
@@ -56,22 +58,25 @@ def layers_match() -> dict[str, float]:
         nn.Linear(8, 6, **DOUBLE),
         nn.Linear(6, 16, bias=False, **DOUBLE),
     ]
+    axis = TensorAxis.of(groups, sequence=sequence)
     parts = [
-        VocabParallelEmbedding(16, 6, group=groups.tp, **DOUBLE),
-        ColumnParallelLinear(6, 8, group=groups.tp, **DOUBLE),
-        RowParallelLinear(8, 6, group=groups.tp, **DOUBLE),
-        ColumnParallelLinear(6, 16, group=groups.tp, bias=False, **DOUBLE),
+        VocabParallelEmbedding(16, 6, axis=axis, **DOUBLE),
+        ColumnParallelLinear(6, 8, axis=axis, **DOUBLE),
+        RowParallelLinear(8, 6, axis=axis, **DOUBLE),
+        ColumnParallelLinear(6, 16, axis=axis, bias=False, **DOUBLE),
     ]
 
-    def mine(full: Tensor, dim: int | None) -> Tensor:
-        return full if dim is None else full.chunk(groups.layout.tp, dim)[groups.place.tp_rank]
+    def mine(full: Tensor, part: nn.Module, name: str) -> Tensor:
+        (stored,) = part.stored_parts(name)
+        dim, tp = stored.shard.dim, groups.layout.tp
+        return full if dim is None else full.chunk(tp, dim)[groups.place.tp_rank]
 
     with torch.no_grad():
         for full, part in zip(whole, parts, strict=True):
             for name, parameter in part.named_parameters():
-                parameter.copy_(mine(full.get_parameter(name), part.shard_dims[name]))
-    ids, targets = torch.randint(0, 16, (2, 3, 5))
-    weights = torch.rand(3, 5, dtype=torch.float64)  # so that the tokens' gradients differ
+                parameter.copy_(mine(full.get_parameter(name), part, name))
+    ids, targets = torch.randint(0, 16, (2, 4, 5))
+    weights = torch.rand(4, 5, dtype=torch.float64)  # so that the tokens' gradients differ
 
     def run(layers: list[nn.Module]) -> Tensor:
         embed, up, down, head = layers
@@ -81,13 +86,15 @@ def layers_match() -> dict[str, float]:
     expected = functional.cross_entropy(
         run(whole).flatten(0, 1), targets.flatten(), reduction="none"
     )
-    losses = vocab_parallel_cross_entropy(run(parts), targets, group=groups.tp)
-    (expected.view(3, 5) * weights).sum().backward()
+    losses = vocab_parallel_cross_entropy(run(parts), targets, axis=axis)
+    (expected.view(4, 5) * weights).sum().backward()
     (losses * weights).sum().backward()
-    worst = {"loss": (losses - expected.view(3, 5)).abs().max().item()}
+    if sequence:  # of the row's bias each rank has seen its part of the sequence
+        all_reduce(parts[2].bias.grad, groups.tp)
+    worst = {"loss": (losses - expected.view(4, 5)).abs().max().item()}
     for index, (full, part) in enumerate(zip(whole, parts, strict=True)):
         for name, parameter in part.named_parameters():
-            grad = mine(full.get_parameter(name).grad, part.shard_dims[name])
+            grad = mine(full.get_parameter(name).grad, part, name)
             worst[f"{index}.{name}"] = (parameter.grad - grad).abs().max().item()
     groups.close()
     return worst
@@ -101,7 +108,7 @@ def extreme_logits() -> list[bool]:
     whole, local = logits.clone().requires_grad_(), logits[..., part].clone().requires_grad_()
     target = torch.tensor([[1]])
     expected = functional.cross_entropy(whole[0], target[0])
-    loss = vocab_parallel_cross_entropy(local, target, group=groups.tp)
+    loss = vocab_parallel_cross_entropy(local, target, axis=TensorAxis.of(groups))
     expected.backward()
     loss.sum().backward()
     groups.close()
@@ -179,24 +186,21 @@ def averages() -> dict[str, Any]:
 
 
 def norm_of_ones() -> float:
-    """The squared norm over all ranks of a split, a whole and a tied gradient, all ones.
+    """The squared norm over all ranks of a split and a whole gradient, all ones.
 
     tp2 pp2 dp2. Each stage has a split parameter of 4 numbers (2 a rank) and a whole one of 3;
-    the last stage has a tied copy too.
+    the whole one of the first stage is taken for a tied copy.
     """
     groups = make(2, 2, 2)
-    sizes = {"split": 2, "whole": 3, "copy": 5}
+    sizes = {"split": 2, "whole": 3}
     parameters = {
         name: nn.Parameter(torch.zeros(size, dtype=torch.float64)) for name, size in sizes.items()
     }
     for parameter in parameters.values():
         parameter.grad = torch.ones_like(parameter)
-    counted = counted_parameters(
-        parameters,
-        shard_dims={"split": 0, "whole": None, "copy": 0},
-        copies={"copy"} if groups.last_stage else {"copy", "whole"},
-        groups=groups,
-    )
+    shards = {"split": Shard.over(0, tp=2, tp_rank=groups.place.tp_rank), "whole": WHOLE}
+    names = ["split", "whole"] if groups.last_stage else ["split"]
+    counted = [parameters[name].grad for name in names if counts_here(shards[name], groups)]
     total = all_reduce(squared_norm(counted, device=CPU), groups.world).item()
     groups.close()
     return total

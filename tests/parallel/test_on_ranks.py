@@ -26,9 +26,10 @@ def test_groups_hold_the_ranks_of_the_layout_and_can_be_made_again_after_close()
         assert [row["agreed"] for row in results[rank]] == [[True, True, False]] * 2
 
 
+@pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_split_layers_and_loss_equal_whole_ones(tp):
-    for worst in run_ranks(tp, "tests.parallel.cases:layers_match"):
+def test_split_layers_and_loss_equal_whole_ones(tp, sequence):
+    for worst in run_ranks(tp, "tests.parallel.cases:layers_match", sequence):
         assert worst == pytest.approx(dict.fromkeys(worst, 0.0), abs=1e-13)
 
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 
 from slurm_pt.config.schema import DType, ModelConfig, TrainConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
+from slurm_pt.parallel.tensor import TensorAxis
 from slurm_pt.plan.layout import ParallelLayout, split_layers
 from slurm_pt.training.data import TokenDataset
 from slurm_pt.training.loop import LoopEnd, StepRecord, train_loop
-from slurm_pt.training.model import GPTStage
+from slurm_pt.training.model import GPTStage, StageSpan
 from slurm_pt.training.optimizer import NamedAdamW
 
 if TYPE_CHECKING:
@@ -53,18 +54,25 @@ def ignore(_: Any) -> None:
     """Takes anything, does nothing."""
 
 
-def groups_of(layout: ParallelLayout) -> ProcessGroups:
-    return create_groups(layout, rank=dist.get_rank(), device=torch.device("cpu"), timeout_s=120.0)
+def groups_of(layout: ParallelLayout, model: ModelConfig = MODEL) -> ProcessGroups:
+    return create_groups(
+        layout,
+        rank=dist.get_rank(),
+        device=torch.device("cpu"),
+        timeout_s=120.0,
+        kv_heads=model.kv_heads,
+    )
 
 
-def build(model: ModelConfig, train: TrainConfig, groups: ProcessGroups) -> GPTStage:
+def build(
+    model: ModelConfig, train: TrainConfig, groups: ProcessGroups, *, sequence: bool = False
+) -> GPTStage:
     layers = split_layers(model.num_layers, groups.layout.pp)[groups.place.pp_rank]
     return GPTStage(
         model,
-        layers=layers,
-        first=groups.first_stage,
-        last=groups.last_stage,
-        groups=groups,
+        StageSpan(layers, first=groups.first_stage, last=groups.last_stage),
+        axis=TensorAxis.of(groups, sequence=sequence),
+        device=groups.device,
         dtype=train.dtype,
         seed=train.seed,
     )
@@ -155,7 +163,12 @@ def stops(folder: Path, layout: tuple[int, int, int], runs: int) -> list[tuple[i
 
 
 def state_of(stage: GPTStage, optimizer: NamedAdamW) -> dict[str, torch.Tensor]:
-    return {**dict(stage.named_parameters()), **optimizer.state_tensors()}
+    moments = {
+        f"{kind}/{name}": moment
+        for kind, held in optimizer.state().items()
+        for name, moment in held.items()
+    }
+    return {**dict(stage.named_parameters()), **moments}
 
 
 def resumes(folder: Path, layout: tuple[int, int, int]) -> dict[str, bool]:
@@ -253,15 +266,18 @@ def full_parameters(layouts: list[tuple[int, int, int]]) -> list[dict[str, str]]
     for layout in layouts:
         groups = groups_of(ParallelLayout(*layout))
         stage = build(MODEL, TRAIN, groups)
-        dims, stored = stage.shard_dims(), stage.checkpoint_names()
+        parameters = dict(stage.named_parameters())
         hashes = {}
-        for name, parameter in stage.named_parameters():
-            parts = [torch.empty_like(parameter) for _ in range(groups.layout.tp)]
-            dist.all_gather(parts, parameter.detach().contiguous(), group=groups.tp)
-            dim = dims[name]
-            full = parts[0] if dim is None else torch.cat(parts, dim)
+        for piece in stage.pieces():
+            local = piece.of(parameters[piece.parameter].detach()).contiguous()
+            parts = [torch.empty_like(local) for _ in range(groups.layout.tp)]
+            dist.all_gather(parts, local, group=groups.tp)
+            shard = piece.shard
+            if shard.split:  # one of the ranks that hold the same part
+                parts = parts[:: groups.layout.tp // shard.parts]
+            full = torch.cat(parts, shard.dim) if shard.split else parts[0]
             digest = hashlib.sha256(full.numpy().tobytes()).hexdigest()
-            assert hashes.setdefault(stored[name], digest) == digest
+            assert hashes.setdefault(piece.stored, digest) == digest
         found.append(hashes)
         groups.close()
     return found

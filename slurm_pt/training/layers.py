@@ -1,0 +1,190 @@
+"""The layers of a causal transformer, each rank with its heads and its part of the feed-forward.
+
+Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama: RMSNorm,
+SwiGLU, rotary positions); Ainslie et al. 2023, arXiv:2305.13245 (grouped-query attention).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slurm_pt.config.schema import Activation, Bias, ModelConfig, Norm, Positions
+from slurm_pt.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    Rows,
+    TensorAxis,
+    VocabParallelEmbedding,
+)
+from slurm_pt.training.dropout import SampleDropout
+from slurm_pt.training.micro_batch import MicroBatch
+from slurm_pt.training.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Build:
+    """What every layer of a model is made with."""
+
+    config: ModelConfig
+    axis: TensorAxis
+    seed: int
+    """Of the dropout masks."""
+    device: torch.device
+    dtype: torch.dtype
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        return {"device": self.device, "dtype": self.dtype}
+
+    def dropout(self, site: str) -> SampleDropout:
+        return SampleDropout(self.config.dropout, seed=self.seed, site=site, axis=self.axis)
+
+    def norm(self) -> nn.Module:
+        norm = RMSNorm if self.config.norm is Norm.rms else LayerNorm
+        return norm(self.config.hidden_size, eps=self.config.norm_eps, **self.kind)
+
+
+class Embedding(nn.Module):
+    """Token embeddings, with learned positions added where the model has them."""
+
+    def __init__(self, build: Build):
+        super().__init__()
+        config = build.config
+        self.axis = build.axis
+        self.dropout = build.dropout("embedding")
+        self.tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, axis=build.axis, **build.kind
+        )
+        self.positions = (
+            nn.Embedding(config.max_seq_len, config.hidden_size, **build.kind)
+            if config.positions is Positions.learned
+            else None
+        )
+
+    def forward(self, micro_batch: MicroBatch) -> Tensor:  # -> [seq (/ tp), batch, hidden]
+        inputs = micro_batch.tokens[:, :-1].t()  # [seq, batch]
+        hidden = self.tokens(inputs)
+        if self.positions is not None:
+            places = self.axis.own_positions(inputs.shape[0])
+            hidden = hidden + self.positions.weight[places].unsqueeze(1)
+        dropped: Tensor = self.dropout(hidden, micro_batch)
+        return dropped
+
+
+class Layer(nn.Module):
+    """x + attention(norm(x)), then x + ffn(norm(x))."""
+
+    def __init__(self, build: Build, index: int):
+        super().__init__()
+        self.attention_norm = build.norm()
+        self.attention = Attention(build)
+        self.attention_dropout = build.dropout(f"layers.{index}.attention")
+        self.ffn_norm = build.norm()
+        self.ffn = FeedForward(build)
+        self.ffn_dropout = build.dropout(f"layers.{index}.ffn")
+
+    def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        attended = self.attention(self.attention_norm(hidden))
+        hidden = hidden + self.attention_dropout(attended, micro_batch)
+        fed = self.ffn(self.ffn_norm(hidden))
+        output: Tensor = hidden + self.ffn_dropout(fed, micro_batch)
+        return output
+
+
+class Attention(nn.Module):
+    """Causal self-attention over this rank's heads; query, key and value come from one product.
+
+    With fewer key/value heads than ranks, neighbouring ranks hold the same one: each sees the
+    gradient of its own query heads alone, and `GPTStage.shared_rows` says what is to be summed.
+    """
+
+    def __init__(self, build: Build):
+        super().__init__()
+        config, tp = build.config, build.axis.tp
+        width, kv_parts = config.head_width, min(tp, config.kv_heads)
+        self.head_size = width
+        self.qkv = ColumnParallelLinear(
+            config.hidden_size,
+            {
+                "query": Rows(config.num_heads * width),
+                "key": Rows(config.kv_heads * width, kv_parts),
+                "value": Rows(config.kv_heads * width, kv_parts),
+            },
+            axis=build.axis,
+            bias=config.bias is not Bias.none,
+            **build.kind,
+        )
+        self.output = RowParallelLinear(
+            config.num_heads * width,
+            config.hidden_size,
+            axis=build.axis,
+            bias=config.bias is Bias.all,
+            **build.kind,
+        )
+        self.rotary = Rotary(config) if config.positions is Positions.rotary else None
+
+    def forward(self, x: Tensor) -> Tensor:  # [seq (/ tp), batch, hidden] -> the same
+        parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
+        # [seq, batch, heads * head] -> [batch, heads, seq, head]
+        query, key, value = (
+            part.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for part in parts
+        )
+        if self.rotary is not None:
+            query, key = self.rotary(query), self.rotary(key)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        output: Tensor = self.output(mixed.permute(2, 0, 1, 3).flatten(2))
+        return output
+
+
+class FeedForward(nn.Module):
+    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with gate and up from one product."""
+
+    def __init__(self, build: Build):
+        super().__init__()
+        config = build.config
+        bias = config.bias is Bias.all
+        wide = Rows(config.ffn_size)
+        gated = config.activation is Activation.swiglu
+        self.up = ColumnParallelLinear(
+            config.hidden_size,
+            {"gate": wide, "up": wide} if gated else {"up": wide},
+            axis=build.axis,
+            bias=bias,
+            **build.kind,
+        )
+        self.gated = gated
+        self.down = RowParallelLinear(
+            config.ffn_size, config.hidden_size, axis=build.axis, bias=bias, **build.kind
+        )
+
+    def forward(self, x: Tensor) -> Tensor:  # [seq (/ tp), batch, hidden] -> the same
+        wide = self.up(x)  # [seq, batch, ffn / tp], twice as wide with a gate
+        if self.gated:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = functional.silu(gate) * up
+        else:
+            wide = functional.gelu(wide, approximate="tanh")
+        output: Tensor = self.down(wide)
+        return output
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's, with weights cast to the format of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class RMSNorm(nn.RMSNorm):
+    """torch's, with weights cast to the format of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
