@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import re
 import types
 import typing
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.schema import MISSING, JobConfig, RunConfig
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
 from slurm_pt.errors import ConfigError, Problem, nearest
@@ -164,7 +164,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
     yield from _slurm_rules(config)
     if isinstance(config, RunConfig):
         yield from _positive_rules(config)
-        yield from _model_rules(config)
+        yield from model_rules(config)
         yield from _batch_rules(config)
 
 
@@ -303,45 +303,6 @@ def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
         yield Problem("train.grad_clip", train.grad_clip, "must be positive", fix)
 
 
-def _model_rules(config: RunConfig) -> typing.Iterator[Problem]:
-    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
-    if min(model.num_heads, model.num_layers, model.hidden_size, tp, pp) < 1:
-        return
-    if model.hidden_size % model.num_heads:
-        yield Problem(
-            "model.hidden_size",
-            model.hidden_size,
-            f"must be divisible by model.num_heads={model.num_heads}",
-            f"set model.num_heads to a divisor such as {_divisors(model.hidden_size)}",
-        )
-    split_by_tp = {
-        "model.num_heads": model.num_heads,
-        "model.hidden_size": model.hidden_size,
-        "model.ffn_hidden_size": model.ffn_size,
-        "model.vocab_size": model.vocab_size,
-    }
-    for key, size in split_by_tp.items():
-        if size % tp:
-            fix = f"set parallel.tp to one of {_divisors(math.gcd(*split_by_tp.values()))}"
-            if key in {"model.ffn_hidden_size", "model.vocab_size"}:
-                fix += f", or {key}={-(-size // tp) * tp}"
-            yield Problem("parallel.tp", tp, f"must divide {key}={size}", fix)
-    if pp > model.num_layers:
-        yield Problem(
-            "parallel.pp",
-            pp,
-            f"more stages than model.num_layers={model.num_layers}; each stage needs a layer",
-            f"set parallel.pp={model.num_layers} or less",
-        )
-    if config.train.seq_len > model.max_seq_len:
-        yield Problem(
-            "train.seq_len",
-            config.train.seq_len,
-            f"longer than model.max_seq_len={model.max_seq_len}",
-            f"set train.seq_len={model.max_seq_len} or less, or raise model.max_seq_len",
-        )
-
-
 def _batch_rules(config: RunConfig) -> typing.Iterator[Problem]:
     train, dp = config.train, config.parallel.dp or 1
     if min(train.global_batch_size, train.micro_batch_size, dp) < 1:
@@ -358,7 +319,3 @@ def _batch_rules(config: RunConfig) -> typing.Iterator[Problem]:
             f"train.micro_batch_size={train.micro_batch_size} * parallel.dp={dp} = {group}",
             f"set train.global_batch_size={sizes}",
         )
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(d) for d in range(1, min(number, 64) + 1) if number % d == 0)

@@ -100,7 +100,7 @@ def counts_here(shard: Shard, groups: ProcessGroups) -> bool:
 
     Of dp replicas the first counts; of tensor ranks that hold the same part, the first of them.
     """
-    sharing = groups.layout.tp // (shard.parts if shard.split else 1)
+    sharing = groups.layout.tp // shard.parts
     return groups.place.dp_rank == 0 and groups.place.tp_rank % sharing == 0
 
 

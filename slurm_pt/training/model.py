@@ -188,7 +188,7 @@ class GPTStage(nn.Module):
         """
         if not self.axis.splits_sequence:
             return []
-        whole = {piece.parameter for piece in self.pieces() if not piece.shard.split}
+        whole = {piece.parameter for piece in self.pieces() if piece.shard == WHOLE}
         return [parameter for name, parameter in self.named_parameters() if name in whole]
 
     def shared_gradients(self) -> list[Tensor]:
@@ -200,7 +200,8 @@ class GPTStage(nn.Module):
         shared = []
         for piece in self.pieces():
             gradient = parameters[piece.parameter].grad
-            if piece.shard.split and piece.shard.parts < self.axis.tp and gradient is not None:
+            is_shared = piece.shard != WHOLE and piece.shard.parts < self.axis.tp
+            if is_shared and gradient is not None:
                 shared.append(piece.of(gradient))
         return shared
 

@@ -1,30 +1,36 @@
-"""One process: the model against Hugging Face's GPT-2, and what does not depend on the layout."""
+"""One process: how a model starts, what it is stored as, and what does not depend on the layout."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
+from omegaconf import OmegaConf
 
-from slurm_pt.config.schema import DType, ModelConfig
-from slurm_pt.parallel.groups import create_groups
-from slurm_pt.plan.layout import ParallelLayout
-from slurm_pt.training.model import GPTStage, MicroBatch, SampleDropout
+from slurm_pt.config.schema import DType, ModelConfig, schema_of
+from slurm_pt.parallel.shard import WHOLE, Shard
+from slurm_pt.parallel.tensor import TensorAxis
+from slurm_pt.training.dropout import SampleDropout
+from slurm_pt.training.micro_batch import MicroBatch
+from slurm_pt.training.model import GPTStage, StageSpan
 
 MODEL = ModelConfig(num_layers=3, hidden_size=24, num_heads=3, vocab_size=40, max_seq_len=12)
 
 
-@pytest.fixture(scope="module")
-def groups():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    layout = ParallelLayout(tp=1, pp=1, dp=1)
-    made = create_groups(layout, rank=0, device=torch.device("cpu"), timeout_s=30.0)
-    yield made
-    made.close()
-    dist.destroy_process_group()
+ALONE = TensorAxis()
+CONFIGS = Path(__file__).parents[2] / "hydra_configs"
 
 
-def build(groups, config=MODEL, *, dtype=DType.float64, seed=0, **place):
-    place = {"layers": range(config.num_layers), "first": True, "last": True, **place}
-    return GPTStage(config, groups=groups, dtype=dtype, seed=seed, **place)
+def build(config=MODEL, *, dtype=DType.float64, seed=0, axis=ALONE, device="cpu", **place):
+    span = StageSpan(**{"layers": range(config.num_layers), "first": True, "last": True, **place})
+    return GPTStage(config, span, axis=axis, device=torch.device(device), dtype=dtype, seed=seed)
+
+
+def read_preset(name):
+    values = OmegaConf.load(CONFIGS / "model" / f"{name}.yaml")
+    del values["defaults"]
+    schema = OmegaConf.structured(schema_of(ModelConfig))
+    return ModelConfig(**OmegaConf.to_container(OmegaConf.merge(schema, values)))
 
 
 def micro_batch(seed=0, rows=2, seq_len=12, *, step=0, samples=None):
@@ -33,81 +39,11 @@ def micro_batch(seed=0, rows=2, seq_len=12, *, step=0, samples=None):
     return MicroBatch(tokens=tokens, samples=samples or tuple(range(rows)), step=step)
 
 
-def stacked_heads(weight, heads):
-    """Rows q, k, v of head 0, of head 1, ... in the order of GPT-2: all q, all k, all v."""
-    return weight.unflatten(0, (heads, 3, -1)).transpose(0, 1).flatten(0, 2)
-
-
-def hugging_face_names(stage):
-    """Our parameters under the names and in the shapes of GPT2LMHeadModel (Conv1D: [in, out])."""
-    ours = {
-        "attention_norm": "ln_1",
-        "attention.qkv": "attn.c_attn",
-        "attention.output": "attn.c_proj",
-        "ffn_norm": "ln_2",
-        "ffn.up": "mlp.c_fc",
-        "ffn.down": "mlp.c_proj",
-    }
-    ends = {
-        "embedding.tokens": "transformer.wte",
-        "embedding.positions": "transformer.wpe",
-        "final_norm": "transformer.ln_f",
-        "head": "lm_head",
-    }
-
-    def renamed(name, value):
-        module, _, kind = name.rpartition(".")
-        if not name.startswith("layers."):
-            return f"{ends[module]}.{kind}", value
-        _, index, part = module.split(".", 2)
-        if part == "attention.qkv":
-            value = stacked_heads(value, stage.config.num_heads)
-        if kind == "weight" and value.ndim == 2:
-            value = value.t()
-        return f"transformer.h.{index}.{ours[part]}.{kind}", value
-
-    return renamed
-
-
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-def test_logits_loss_and_gradients_equal_hugging_faces_gpt2(groups, tied):
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        vocab_size=40, n_positions=12, n_embd=24, n_layer=3, n_head=3, tie_word_embeddings=tied
-    )
-    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    theirs = transformers.GPT2LMHeadModel(config).double().train()
-    stage = build(groups, ModelConfig(**{**vars(MODEL), "tie_embeddings": tied}), seed=3)
-    with torch.no_grad():
-        for parameter in stage.parameters():  # so that biases and norms count too
-            parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    renamed = hugging_face_names(stage)
-    weights = dict(renamed(name, value.detach()) for name, value in stage.named_parameters())
-    missing, unexpected = theirs.load_state_dict(weights, strict=False)
-    assert missing == (["lm_head.weight"] if tied else [])
-    assert unexpected == []
-
-    batch = micro_batch()
-    loss = stage(None, batch)
-    loss.backward()
-    inputs, targets = batch.tokens[:, :-1], batch.tokens[:, 1:]
-    expected_logits = theirs(inputs).logits
-    expected = torch.nn.functional.cross_entropy(expected_logits.flatten(0, 1), targets.flatten())
-    expected.backward()
-
-    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
-    gradients = {name: value.grad for name, value in theirs.named_parameters()}
-    for name, parameter in stage.named_parameters():
-        their_name, gradient = renamed(name, parameter.grad)
-        torch.testing.assert_close(gradient, gradients[their_name], rtol=1e-9, atol=1e-14)
-
-
-def test_initial_weights_have_gpt2s_spread(groups):
+def test_initial_weights_have_gpt2s_spread():
     config = ModelConfig(
         num_layers=8, hidden_size=64, num_heads=4, vocab_size=512, max_seq_len=64, init_std=0.02
     )
-    named = dict(build(groups, config).named_parameters())
+    named = dict(build(config).named_parameters())
     assert named["embedding.tokens.weight"].std().item() == pytest.approx(0.02, rel=0.05)
     assert named["layers.0.ffn.up.weight"].std().item() == pytest.approx(0.02, rel=0.05)
     # Two residual outputs in each of 8 layers: 0.02 / sqrt(16).
@@ -119,37 +55,80 @@ def test_initial_weights_have_gpt2s_spread(groups):
     assert not torch.equal(first, second)
 
 
-def test_a_middle_stage_keeps_the_names_of_the_whole_model(groups):
-    whole = dict(build(groups).named_parameters())
-    middle = dict(build(groups, layers=range(1, 2), first=False, last=False).named_parameters())
+def test_a_middle_stage_keeps_the_names_of_the_whole_model():
+    whole = dict(build().named_parameters())
+    middle = dict(build(layers=range(1, 2), first=False, last=False).named_parameters())
     assert set(middle) == {name for name in whole if name.startswith("layers.1.")}
     for name, parameter in middle.items():
         assert torch.equal(parameter, whole[name])
 
 
-def test_a_tied_head_on_its_own_stage_is_stored_as_the_embedding_and_equals_it(groups):
-    first = build(groups, layers=range(1), first=True, last=False)
-    last = build(groups, layers=range(1, 3), first=False, last=True)
-    assert last.checkpoint_names()["head.weight"] == "embedding.tokens.weight"
+def test_a_tied_head_on_its_own_stage_is_stored_as_the_embedding_and_equals_it():
+    first = build(layers=range(1), first=True, last=False)
+    last = build(layers=range(1, 3), first=False, last=True)
+    stored = {piece.parameter: piece.stored for piece in last.pieces()}
+    assert stored["head.weight"] == "embedding.tokens.weight"
     assert last.tied_copies() == {"head.weight"}
     assert first.tied_copies() == frozenset()
     assert torch.equal(last.head.weight, first.embedding.tokens.weight)
 
 
-def test_every_parameter_says_how_it_is_split(groups):
-    dims = build(groups).shard_dims()
-    assert dims["embedding.tokens.weight"] == 0
-    assert dims["layers.2.attention.qkv.bias"] == 0
-    assert dims["layers.2.attention.output.weight"] == 1
-    assert dims["layers.2.ffn.down.bias"] is None
-    assert dims["final_norm.weight"] is None
-    assert dims["embedding.positions.weight"] is None
-    assert set(dims) == {name for name, _ in build(groups).named_parameters()}
+def test_every_parameter_says_how_it_is_stored():
+    stage = build(replace(MODEL, vocab_size=42), axis=TensorAxis(tp=3, rank=1), device="meta")
+    shards = {piece.stored: piece.shard for piece in stage.pieces()}
+    rows, columns = Shard(0, 3, 1), Shard(1, 3, 1)
+    assert shards["embedding.tokens.weight"] == rows
+    assert shards["layers.2.attention.key.bias"] == rows
+    assert shards["layers.2.attention.output.weight"] == columns
+    assert shards["layers.2.ffn.up.weight"] == rows
+    assert shards["layers.2.ffn.down.bias"] == WHOLE
+    assert shards["final_norm.weight"] == WHOLE
+    assert shards["embedding.positions.weight"] == WHOLE
+    parameters = dict(stage.named_parameters())
+    assert {piece.parameter for piece in stage.pieces()} == set(parameters)
+    # A fused weight is stored in three; its pieces cover it: 8 rows each of 3 * 24 / 3.
+    rows_of_qkv = [p.rows for p in stage.pieces() if p.parameter == "layers.0.attention.qkv.weight"]
+    assert rows_of_qkv == [slice(0, 8), slice(8, 16), slice(16, 24)]
 
 
-def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights_and_gradients(groups):
-    stage = build(groups, dtype=DType.bfloat16)
-    exact = build(groups, dtype=DType.float32)
+def test_with_more_ranks_than_key_heads_neighbours_hold_the_same_one():
+    config = replace(MODEL, num_heads=8, head_size=4, num_kv_heads=2)
+    config = replace(config, ffn_hidden_size=32)
+    stages = [build(config, axis=TensorAxis(tp=4, rank=rank), device="meta") for rank in range(4)]
+    keys = [
+        piece.shard
+        for stage in stages
+        for piece in stage.pieces()
+        if piece.stored == "layers.0.attention.key.weight"
+    ]
+    assert keys == [Shard(0, 2, 0), Shard(0, 2, 0), Shard(0, 2, 1), Shard(0, 2, 1)]
+
+
+@pytest.mark.parametrize(
+    ("preset", "parameters"),
+    [
+        # Those of the published weights; GPT-2's with its vocabulary of 50257 (models' pages).
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_350m", 354_823_168),
+        ("gpt2_774m", 774_030_080),
+        ("gpt2_1_5b", 1_557_611_200),
+        ("llama3_8b", 8_030_261_248),
+        ("llama3_70b", 70_553_706_496),
+        ("llama3_405b", 405_853_388_800),
+        ("qwen2_5_7b", 7_615_616_512),
+    ],
+)
+def test_presets_have_the_published_number_of_parameters_and_take_no_memory(preset, parameters):
+    config = read_preset(preset)
+    if preset.startswith("gpt2"):
+        config = replace(config, vocab_size=50257)
+    stage = build(config, device="meta")
+    assert sum(parameter.numel() for parameter in stage.parameters()) == parameters
+
+
+def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights_and_gradients():
+    stage = build(dtype=DType.bfloat16)
+    exact = build(dtype=DType.float32)
     loss = stage(None, micro_batch())
     loss.backward()
     assert {parameter.dtype for parameter in stage.parameters()} == {torch.float32}
@@ -159,16 +138,18 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights_and_gradients(g
 
 
 def test_dropout_is_a_function_of_seed_step_sample_and_site():
-    ones = torch.ones(3, 50, 40)
-
-    def mask(*, seed=1, step=4, samples=(7, 8, 9), site="layers.0.ffn"):
-        dropout = SampleDropout(0.25, seed=seed, site=site)
+    def mask(*, seed=1, step=4, samples=(7, 8, 9), site="layers.0.ffn", axis=ALONE):
+        dropout = SampleDropout(0.25, seed=seed, site=site, axis=axis)
+        ones = torch.ones(50 // axis.tp, 3, 40)  # [seq, batch, hidden]
         return dropout(ones, micro_batch(rows=3, step=step, samples=samples))
 
     reference = mask()
     assert torch.equal(mask(), reference)
     # The same sample has the same mask wherever it stands in a micro-batch.
-    assert torch.equal(mask(samples=(9, 7, 3))[0], reference[2])
+    assert torch.equal(mask(samples=(9, 7, 3))[:, 0], reference[:, 2])
+    # With a split sequence each rank has its part of the same mask.
+    halves = [mask(axis=TensorAxis(tp=2, rank=rank, sequence=True)) for rank in range(2)]
+    assert torch.equal(torch.cat(halves), reference)
     for other in (mask(seed=2), mask(step=5), mask(samples=(1, 2, 3)), mask(site="embedding")):
         assert not torch.equal(other, reference)
     # 6000 draws: the share that is kept is 0.75 within 5 standard deviations of 0.0056.
@@ -179,4 +160,4 @@ def test_dropout_is_a_function_of_seed_step_sample_and_site():
 
 def test_no_dropout_hands_on_the_very_tensor():
     x = torch.ones(1, 2, 3)
-    assert SampleDropout(0.0, seed=0, site="embedding")(x, micro_batch(rows=1)) is x
+    assert SampleDropout(0.0, seed=0, site="embedding", axis=ALONE)(x, micro_batch(rows=1)) is x
