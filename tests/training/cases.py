@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slurm_pt.config.schema import DType, ModelConfig, TrainConfig
+from slurm_pt.config.schema import (
+    Activation,
+    Bias,
+    DType,
+    ModelConfig,
+    Norm,
+    Positions,
+    TrainConfig,
+)
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.parallel.tensor import TensorAxis
 from slurm_pt.plan.layout import ParallelLayout, split_layers
@@ -36,13 +44,36 @@ TRAIN = TrainConfig(
     dtype=DType.float64,
     seed=5,
 )
+LLAMA = replace(
+    MODEL,
+    num_kv_heads=2,
+    positions=Positions.rotary,
+    norm=Norm.rms,
+    activation=Activation.swiglu,
+    bias=Bias.qkv,
+    tie_embeddings=False,
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What is trained, and whether tensor ranks split the sequence too."""
+
+    model: ModelConfig = MODEL
+    train: TrainConfig = TRAIN
+    sequence: bool = False
+
+
 VARIANTS = {
-    "tied": (MODEL, TRAIN),
-    "untied": (replace(MODEL, tie_embeddings=False), TRAIN),
-    "float32": (MODEL, replace(TRAIN, dtype=DType.float32)),
-    "dropout": (replace(MODEL, dropout=0.1), TRAIN),
+    "tied": Variant(),
+    "untied": Variant(replace(MODEL, tie_embeddings=False)),
+    "float32": Variant(train=replace(TRAIN, dtype=DType.float32)),
+    "dropout": Variant(replace(MODEL, dropout=0.1)),
+    "dropout, split sequence": Variant(replace(MODEL, dropout=0.1), sequence=True),
+    "llama": Variant(LLAMA),
+    "llama, split sequence": Variant(LLAMA, sequence=True),
     # 8 samples in micro-batches of 4: two for a pipeline of four, one for a dp2 pipeline of two.
-    "few micro-batches": (MODEL, replace(TRAIN, micro_batch_size=4)),
+    "few micro-batches": Variant(train=replace(TRAIN, micro_batch_size=4)),
 }
 
 
@@ -95,9 +126,10 @@ def train(
     groups: ProcessGroups,
     *,
     stop_requested: Callable[[], bool] = never,
+    sequence: bool = False,
 ) -> tuple[GPTStage, NamedAdamW, list[StepRecord], LoopEnd]:
     """A run from the start: the stage and optimizer as they end, its records and its end."""
-    stage = build(model, config, groups)
+    stage = build(model, config, groups, sequence=sequence)
     optimizer = NamedAdamW(dict(stage.named_parameters()), config)
     records: list[StepRecord] = []
     end = train_loop(
@@ -126,13 +158,15 @@ def curves(
     """What each wanted variant gives in each layout (tp, pp, dp)."""
     found: dict[tuple[int, int, int], dict[str, Curve]] = {}
     for layout, names in wanted.items():
-        groups = groups_of(ParallelLayout(*layout))
         found[layout] = {}
         for name in names:
-            model, config = VARIANTS[name]
-            _, _, records, _ = train(folder, model, config, groups)
+            variant = VARIANTS[name]
+            groups = groups_of(ParallelLayout(*layout), variant.model)
+            _, _, records, _ = train(
+                folder, variant.model, variant.train, groups, sequence=variant.sequence
+            )
             found[layout][name] = [r.loss for r in records], [r.grad_norm for r in records]
-        groups.close()
+            groups.close()
     return found
 
 
