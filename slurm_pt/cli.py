@@ -29,10 +29,14 @@ class _Group(click.Group):
             from slurm_pt.devcluster.commands import devcluster
 
             return devcluster
+        if name == "convert":
+            from slurm_pt.cli_convert import convert
+
+            return convert
         return super().get_command(ctx, name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "devcluster"])
+        return sorted([*super().list_commands(ctx), "devcluster", "convert"])
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})

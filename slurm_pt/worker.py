@@ -88,6 +88,10 @@ class _Trainer:
         tensors, shards = self.tensors()
         resumed = run.checkpointer.resume(tensors, shards=shards)
         if resumed is None:
+            if self.config.train.init_from is not None:
+                weights = {name: t for name, t in tensors.items() if name.startswith("model/")}
+                path = Path(self.config.train.init_from).expanduser()
+                run.checkpointer.load_weights(path, weights, shards=shards)
             return 0
         self.optimizer.set_step(resumed.step)
         run.note_resumed(resumed.step, resumed.skipped)

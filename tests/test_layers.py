@@ -30,7 +30,7 @@ LAYERS = [
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WIRING = {
     *("worker", "starting", "run", "program", "session", "launcher", "compose"),
-    *("cli", "demo", "demo_program", "hydra_plugins"),
+    *("cli", "cli_convert", "demo", "demo_program", "hydra_plugins"),
 }
 WITH_TORCH = {"parallel", "training", "checkpoint", "worker", "starting", "run"}
 TORCH = {"torch", "deepspeed"}

@@ -178,6 +178,16 @@ class Checkpointer:
             self.last_committed = resumed.step
         return resumed
 
+    def load_weights(
+        self, path: Path, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Shard]
+    ) -> None:
+        """Load tensors from a committed checkpoint of another run, in place; formats may differ.
+
+        Raises:
+            CheckpointError: it is damaged, or is not of this model.
+        """
+        self._loader.load_weights(path, tensors, shards)
+
     # The save, in its thread ---------------------------------------------------------------------
 
     def _run(self, save: Snapshot) -> None:

@@ -88,6 +88,24 @@ class Loader:
             skipped=tuple(store.describe_skipped(skipped, found)),
         )
 
+    def load_weights(
+        self, path: Path, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]
+    ) -> None:
+        """Fill these tensors from one committed checkpoint, of any number format.
+
+        What else it holds (an optimizer's state) is left there.
+
+        Raises:
+            CheckpointError: it is damaged, or is not of this model.
+        """
+        stored = self._peers.on_rank_0(lambda: store.inspect(path))
+        problem = stored.problem or find_damage_together(self._peers, path)
+        if problem is not None:
+            raise CheckpointError(f"{path} cannot be used: {problem}")
+        opened = self._peers.on_each(lambda: self._open(path))
+        held = {name: entry for name, entry in opened.index.items() if name in tensors}
+        self._load(path, held, tensors, shards, any_format=True)
+
     def _choose(self) -> tuple[StoredCheckpoint | None, list[StoredCheckpoint]]:
         """The step that all ranks load, and the newer ones that cannot be loaded."""
 
@@ -122,6 +140,8 @@ class Loader:
         index: Mapping[str, StoredTensor],
         tensors: Mapping[str, Tensor],
         shards: Mapping[str, Shard],
+        *,
+        any_format: bool = False,
     ) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -129,7 +149,9 @@ class Loader:
         from slurm_pt.checkpoint.block import BlockLoadPlanner
         from slurm_pt.checkpoint.tensor_files import TensorFileReader
 
-        judged = self._peers.gather((state.mismatches(index, tensors, shards), list(tensors)))
+        judged = self._peers.gather(
+            (state.mismatches(index, tensors, shards, any_format=any_format), list(tensors))
+        )
         problems = [problem for part, _ in judged for problem in part]
         asked_for = {name for _, names in judged for name in names}
         problems += [f"{name}: expected nothing, found it" for name in index.keys() - asked_for]

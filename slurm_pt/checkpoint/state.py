@@ -87,6 +87,8 @@ def mismatches(
     stored: Mapping[str, StoredTensor],
     tensors: Mapping[str, Tensor],
     shards: Mapping[str, Shard],
+    *,
+    any_format: bool = False,
 ) -> list[str]:
     """What keeps a checkpoint from being loaded into these tensors: name, expected, found.
 
@@ -102,7 +104,7 @@ def mismatches(
             continue
         if expected != found.shape:
             problems.append(f"{name}: expected shape {expected}, found {found.shape}")
-        if tensor.dtype != found.dtype:
+        if tensor.dtype != found.dtype and not any_format:
             problems.append(f"{name}: expected {tensor.dtype}, found {found.dtype}")
     return problems
 

@@ -104,6 +104,14 @@ def write_file(path: Path, data: bytes) -> FileRecord:
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
 
 
+def describe_file(path: Path) -> FileRecord:
+    """The record of a file that was written by somebody else, put on disk and read back."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)
+
+
 def sync_folder(folder: Path) -> None:
     """Put a folder's entries on disk: without it a fsynced file may have no name after a crash."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -120,6 +120,40 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def read_whole(path: Path, stored: StoredTensor) -> Tensor:
+    """A tensor of a checkpoint folder, put together by this process alone."""
+    whole = torch.empty(stored.shape, dtype=stored.dtype)
+    for chunk in stored.chunks:
+        raw = torch.empty(chunk.place.size_bytes, dtype=torch.uint8)
+        with (path / chunk.place.file).open("rb", buffering=0) as file:
+            file.seek(chunk.place.start_bytes)
+            _read_all(file, raw.numpy().data)
+        box = tuple(slice(o, o + n) for o, n in zip(chunk.offsets, chunk.shape, strict=True))
+        whole[box] = raw.view(stored.dtype).reshape(chunk.shape)
+    return whole
+
+
+def render_index(path: Path, names: Sequence[str]) -> str:
+    """The text of `tensors.json` for safetensors files that hold whole tensors."""
+    tensors: dict[str, Any] = {}
+    for name in names:
+        with (path / name).open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for tensor, entry in header.items():
+            begin, end = entry["data_offsets"]
+            chunk = {
+                "offsets": [0] * len(entry["shape"]),
+                "shape": entry["shape"],
+                "file": name,
+                "start_bytes": 8 + length + begin,
+                "size_bytes": end - begin,
+            }
+            tensors[tensor] = {"dtype": entry["dtype"], "shape": entry["shape"], "chunks": [chunk]}
+    return _render_index(tensors)
+
+
 class TensorFileWriter(StorageWriter):
     """DCP's storage for saving into one folder: fsynced, with checksums taken while writing.
 
@@ -158,8 +192,7 @@ class TensorFileWriter(StorageWriter):
             for name, stored in metadata.state_dict_metadata.items()
             if isinstance(stored, TensorStorageMetadata)
         }
-        text = json.dumps({"format_version": 1, "tensors": tensors}, sort_keys=True)
-        self.records[INDEX] = write_file(self.path / INDEX, text.encode())
+        self.records[INDEX] = write_file(self.path / INDEX, _render_index(tensors).encode())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -351,6 +384,10 @@ def _render_stored(
         )
     dtype = _NAMES[stored.properties.dtype]
     return {"dtype": dtype, "shape": list(stored.size), "chunks": chunks}
+
+
+def _render_index(tensors: Mapping[str, Any]) -> str:
+    return json.dumps({"format_version": 1, "tensors": tensors}, sort_keys=True)
 
 
 def _parse_stored(entry: Mapping[str, Any]) -> StoredTensor:

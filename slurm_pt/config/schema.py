@@ -176,6 +176,8 @@ class TrainConfig:
     """Added to AdamW's denominator."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; null: no clipping."""
+    init_from: str | None = None
+    """A committed checkpoint (a folder step_N) whose weights to start from; null: random ones."""
     dtype: DType = DType.float32
     """Of activations; float32, float64, or bfloat16 (weights and moments then stay float32)."""
     seed: int = 0

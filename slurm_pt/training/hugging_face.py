@@ -9,7 +9,7 @@ Source: Hugging Face transformers, `GPT2LMHeadModel`, `LlamaForCausalLM`, `Qwen2
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurm_pt.config.schema import Activation, Bias, ModelConfig, Norm, Positions, RopeScaling
@@ -170,3 +170,71 @@ def _only(theirs: dict[str, Any], key: str, *known: str) -> None:
     if value not in known:
         rule = f"here only {' and '.join(known)} is known"
         raise ConfigError([Problem(key, value, rule, "convert a model that has it")])
+
+
+def to_their_config(config: ModelConfig, *, vocab_size: int | None = None) -> dict[str, Any]:
+    """What `config.json` says of a model of ours; the opposite of `from_their_config`.
+
+    `vocab_size` is the number of real ids, where rows were added to fill the vocabulary up.
+
+    Raises ConfigError for a mixture that no model of theirs has.
+    """
+    vocab = {"vocab_size": vocab_size or config.vocab_size}
+    shared = {"tie_word_embeddings": config.tie_embeddings, "initializer_range": config.init_std}
+    made = vocab | shared | (_to_gpt2(config) if _is_gpt2(config) else _to_llama(config))
+    if from_their_config(made) != replace(config, vocab_size=made["vocab_size"]):
+        what = f"{config.positions.value}, {config.norm.value}, {config.activation.value}"
+        rule = "no Hugging Face model known here has these together with these biases"
+        fix = "export models of the form of GPT-2, Llama or Qwen 2"
+        raise ConfigError([Problem("model", what, rule, fix)])
+    return made
+
+
+def _is_gpt2(config: ModelConfig) -> bool:
+    return config.positions is Positions.learned
+
+
+def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "n_layer": config.num_layers,
+        "n_embd": config.hidden_size,
+        "n_head": config.num_heads,
+        "n_positions": config.max_seq_len,
+        "n_inner": config.ffn_hidden_size,
+        "layer_norm_epsilon": config.norm_eps,
+        "activation_function": "gelu_new",
+        "resid_pdrop": config.dropout,
+        "embd_pdrop": config.dropout,
+        "attn_pdrop": 0.0,
+    }
+
+
+def _to_llama(config: ModelConfig) -> dict[str, Any]:
+    qwen = config.bias is Bias.qkv
+    scaling: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    if config.rope_scaling is not RopeScaling.none:
+        scaling |= {"rope_type": config.rope_scaling.value, "factor": config.rope_factor}
+    if config.rope_scaling is RopeScaling.llama3:
+        scaling |= {
+            "low_freq_factor": config.rope_low_freq_factor,
+            "high_freq_factor": config.rope_high_freq_factor,
+            "original_max_position_embeddings": config.rope_original_seq_len,
+        }
+    made = {
+        "architectures": ["Qwen2ForCausalLM" if qwen else "LlamaForCausalLM"],
+        "model_type": "qwen2" if qwen else "llama",
+        "num_hidden_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "max_position_embeddings": config.max_seq_len,
+        "intermediate_size": config.ffn_hidden_size,
+        "rms_norm_eps": config.norm_eps,
+        "hidden_act": "silu",
+        "rope_parameters": scaling,
+    }
+    if config.head_size is not None:
+        made["head_dim"] = config.head_size
+    return made
