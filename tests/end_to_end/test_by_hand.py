@@ -64,7 +64,7 @@ def nvmlDeviceGetUUID(handle): return "GPU-5f3a"
 """
 
 
-def test_f14_two_ranks_on_one_gpu_are_refused_on_both_with_the_same_words(user: User) -> None:
+def test_f14_two_ranks_on_one_gpu_are_refused_with_the_way_out(user: User) -> None:
     (user.folder / "driver").mkdir()
     (user.folder / "driver" / "pynvml.py").write_text(ONE_GPU)
     user.environ |= {"PYTHONPATH": str(user.folder / "driver"), "CUDA_VISIBLE_DEVICES": "0"}
@@ -73,5 +73,5 @@ def test_f14_two_ranks_on_one_gpu_are_refused_on_both_with_the_same_words(user: 
     answer = user.types(*torchrun)
     assert answer.code != 0
     said = [line for line in answer.text.splitlines() if "use the same GPU GPU-5f3a" in line]
-    assert len(said) == 2, answer.text
+    assert said, answer.text  # by both, unless torchrun ends the other one first
     assert "slurm.gpus_per_node" in said[0]
