@@ -102,8 +102,8 @@ class Loader:
         problem = stored.problem or find_damage_together(self._peers, path)
         if problem is not None:
             raise CheckpointError(f"{path} cannot be used: {problem}")
-        opened = self._peers.on_each(lambda: self._open(path))
-        held = {name: entry for name, entry in opened.index.items() if name in tensors}
+        index = self._peers.on_each(lambda: _index_of(path))
+        held = {name: entry for name, entry in index.items() if name in tensors}
         self._load(path, held, tensors, shards, any_format=True)
 
     def _choose(self) -> tuple[StoredCheckpoint | None, list[StoredCheckpoint]]:
@@ -125,14 +125,12 @@ class Loader:
 
     def _open(self, path: Path) -> _Opened:
         """Everything but the tensors."""
-        from slurm_pt.checkpoint.tensor_files import read_index
-
         manifest = store.read_manifest(path)
         world_changed = manifest.layout != asdict(self._groups.layout)
         rank_state = None
         if not world_changed:
             rank_state = json.loads((path / store.rank_file(self._groups.rank)).read_bytes())
-        return _Opened(manifest, read_index(path), rank_state, world_changed)
+        return _Opened(manifest, _index_of(path), rank_state, world_changed)
 
     def _load(
         self,
@@ -166,6 +164,12 @@ class Loader:
             )
         except CheckpointException as error:
             raise error_of_dcp(error) from None
+
+
+def _index_of(path: Path) -> Mapping[str, StoredTensor]:
+    from slurm_pt.checkpoint.tensor_files import read_index
+
+    return read_index(path)
 
 
 def _does_not_fit(path: Path, problems: Iterable[str]) -> CheckpointError:
