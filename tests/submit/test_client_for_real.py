@@ -271,7 +271,7 @@ def cause_of(bench: Bench, job: str, *, signal_lead_s: float = 10) -> StopCause:
 def over_its_limit(devcluster, tmp_path_factory) -> Iterator[tuple[Bench, str]]:
     """A job whose time is up now: Slurm looks every 30 s, while the other tests run."""
     bench = make_bench(devcluster, tmp_path_factory.mktemp("limit"))
-    job = bench.start_stubborn("--time=1", "--signal=USR2@1")
+    job = bench.start_stubborn("--time=10", "--signal=USR2@1")
     devcluster.run(["scontrol", "update", f"jobid={job}", "EndTime=now"])
     yield bench, job
     bench.cancel_all()
