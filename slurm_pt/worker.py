@@ -50,7 +50,10 @@ def train(cfg: Any) -> dict[str, Any] | None:
     run.prepare_to_save()
     end = trainer.train(run, first_step)
     if end.stopped:
-        trainer.save_and_stop(run, end.step)
+        if end.step == first_step:  # nothing new to save: asked while it waited for tokens
+            run.accept_stop()
+        else:
+            trainer.save_and_stop(run, end.step)
         return None
     run.notice = None
     trainer.save(run, end.step)
@@ -108,6 +111,7 @@ class _Trainer:
             save=lambda step: self.save(run, step),
             record=lambda record: self._record(run, record, first_step),
             phase=run.heartbeat.enter,
+            prefetch=self.config.data.prefetch,
         )
 
     def _record(self, run: Run, record: StepRecord, first_step: int) -> None:
@@ -162,17 +166,23 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     )
     optimizer = NamedAdamW(dict(stage.named_parameters()), config.train)
     dataset = TokenDataset(
-        _data_folder(run, config),
+        _data_paths(run, config),
         seq_len=config.train.seq_len,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
+        mask_documents=config.data.mask_documents,
+        validation_fraction=config.data.validation_fraction,
     )
+    if config.train.eval_interval is not None:
+        dataset.check_validation(config.train.eval_batches)
     return _Trainer(config, stage, optimizer, dataset)
 
 
-def _data_folder(run: Run, config: RunConfig) -> Path:
+def _data_paths(run: Run, config: RunConfig) -> Path | dict[Path, float]:
     """The token files; the default corpus is made by rank 0 where it is not there yet."""
+    if config.data.mixture is not None:
+        return {Path(part.path).expanduser(): part.weight for part in config.data.mixture}
     if config.data.path is not None:
         return Path(config.data.path).expanduser()
     import platform

@@ -43,6 +43,9 @@ class MicroBatch:
     samples: tuple[int, ...]
     """The samples' indices, counted from the start of the run: step * global batch + i."""
     step: int
+    documents: Tensor | None = None
+    """int32 [batch, seq]: the document of each input token, counted from 0 within its sample; on
+    every stage. None: samples are one piece of text (data.mask_documents is off)."""
 
 
 def compute_dtype(dtype: DType) -> torch.dtype:

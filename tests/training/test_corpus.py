@@ -9,7 +9,7 @@ import pytest
 from slurm_pt.errors import DataError
 from slurm_pt.training import corpus
 from slurm_pt.training.corpus import prepare, prepare_stdlib
-from slurm_pt.training.data import TOKENS, read_token_info, verify_tokens
+from slurm_pt.training.token_folder import DOCUMENTS, TOKENS, read_token_info, verify_tokens
 
 
 @pytest.fixture

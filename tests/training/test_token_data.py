@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurm_pt.errors import DataError
-from slurm_pt.training.data import (
+from slurm_pt.training.data import TokenDataset
+from slurm_pt.training.sample_order import sample_order
+from slurm_pt.training.token_folder import (
     INFO,
     TOKENS,
-    TokenDataset,
     read_token_info,
-    sample_order,
     verify_tokens,
 )
 
