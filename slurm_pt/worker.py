@@ -18,7 +18,7 @@ from slurm_pt.config import RunConfig, read_config
 from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
 from slurm_pt.launch.preemption import shield
-from slurm_pt.monitor.progress import record_metrics
+from slurm_pt.monitor.progress import record_metrics, render_rate
 from slurm_pt.plan import split_layers
 from slurm_pt.program import run_program
 from slurm_pt.run import Run
@@ -30,6 +30,10 @@ if TYPE_CHECKING:
     from slurm_pt.training.loop import StepRecord
     from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
+
+
+NOTABLE_WAIT = 0.1
+"""Share of a step's time above which the wait for tokens is shown beside the speed."""
 
 
 def train(cfg: Any) -> dict[str, Any] | None:
@@ -121,11 +125,16 @@ class _Trainer:
             record_metrics(run.folder, line)
             if record.step == first_step + 1:
                 _report_start(run, record.step_s)
+        tokens_per_s = round(record.tokens / record.step_s, 1)
+        speed = render_rate(tokens_per_s)
+        if record.data_s > NOTABLE_WAIT * record.step_s:
+            speed += f", {record.data_s / record.step_s:.0%} of it waiting for data"
         run.show(
             step=record.step,
             steps=self.config.train.steps,
             loss=record.loss,
-            tokens_per_s=round(record.tokens / record.step_s, 1),
+            tokens_per_s=tokens_per_s,
+            speed=speed,
         )
 
     def save(self, run: Run, step: int) -> None:

@@ -44,8 +44,9 @@ class ByteFile:
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(self.path)) from None
             if got == 0:
+                now_bytes = os.fstat(self._handle).st_size
                 raise DataError(
-                    f"{self.path} ends at byte {offset + done}, where "
+                    f"{self.path} ends at byte {now_bytes}, where "
                     f"{offset + buffer.size} are needed: it was cut short while in use. To fix: "
                     "put the whole file back, or prepare it again."
                 )

@@ -77,6 +77,8 @@ class Prefetcher(Generic[T]):
         None when `give_up()` while there is nothing; it is asked only then. With `ahead` 0 it
         is not asked: the caller's own thread is in `make`.
         """
+        if step not in self._steps:  # would be waited for for ever
+            raise ValueError(f"step {step} is none of {self._steps}")
         if self._ahead == 0:
             return self._make(step)
         with self._changed:

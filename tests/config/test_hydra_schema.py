@@ -86,6 +86,11 @@ def test_a_missing_value_is_told_with_its_key():
         read_config(compose("config", overrides=["data=tokens"]))
 
 
+def test_a_mixture_without_sources_is_told_and_never_taken_for_none():
+    with pytest.raises(ConfigError, match=r"data\.mixture=\[\]: an empty mixture"):
+        read_config(compose("config", overrides=["data=mixture"]))
+
+
 def test_a_broken_rule_passes_hydra_and_is_told_by_the_door():
     with pytest.raises(ConfigError, match=r"parallel\.tp=3: must divide model\.num_heads=4"):
         read_config(compose("config", overrides=["parallel.tp=3"]))
