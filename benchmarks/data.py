@@ -30,7 +30,7 @@ SEQ_LEN, BATCH, NUM_TOKENS = 1024, 64, 40_000_000
 DOCUMENT = 500
 """Mean length of a document, in tokens."""
 ROUNDS, BATCHES = 31, 20
-STEPS = 40
+STEPS, LOOP_ROUNDS = 25, 5
 
 
 def main() -> None:
@@ -51,6 +51,7 @@ def write_files(folder: Path) -> None:
     write_folder(folder / "all", ids, borders)
     for part, end in (("half", NUM_TOKENS // 2), ("tenth", NUM_TOKENS // 10)):
         write_folder(folder / part, ids[:end], np.array([0, end], dtype="<i8"))
+    write_folder(folder / "bytes", ids[:100_000] % 256, np.array([0, 100_000], dtype="<i8"), 256)
     ids.tofile(folder / "indexed.bin")
     sizes = np.diff(borders).astype("<i4")
     head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, sizes.size, borders.size)
@@ -59,12 +60,14 @@ def write_files(folder: Path) -> None:
     (folder / "indexed.idx").write_bytes(head + lists + documents)
 
 
-def write_folder(path: Path, ids: np.ndarray[Any, Any], borders: Int64s) -> None:
+def write_folder(
+    path: Path, ids: np.ndarray[Any, Any], borders: Int64s, vocab_size: int = 50_000
+) -> None:
     """A token folder."""
     path.mkdir()
     ids.tofile(path / "tokens.bin")
     borders.tofile(path / "documents.bin")
-    info = {"dtype": "uint16", "num_tokens": int(ids.size), "vocab_size": 50_000}
+    info = {"dtype": "uint16", "num_tokens": int(ids.size), "vocab_size": vocab_size}
     info |= {"tokenizer": "none", "documents": int(borders.size) - 1, "sha256": ""}
     (path / "tokens.json").write_text(json.dumps(info))
 
@@ -145,17 +148,25 @@ def compare_waits(folder: Path) -> None:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    step_s = statistics.median(run_loop(folder, delay_s=0.0, prefetch=0)[0])
-    print(f"training loop, {STEPS} steps of {step_s * 1e3:.1f} ms (median) when reads are quick")
-    for share in (0.5, 2.0):
-        for prefetch in (0, 2):
-            steps, waits = run_loop(folder, delay_s=share * step_s, prefetch=prefetch)
-            waits_ms = [1e3 * wait for wait in waits]
-            ratio = statistics.median(steps) / step_s
-            print(
-                f"  read {share:g} x a step, prefetch {prefetch}: waits {spread(waits_ms)} ms; "
-                f"step {ratio:.2f} x as long"
-            )
+    cases = [(share, prefetch) for share in (0.5, 2.0) for prefetch in (0, 2)]
+    waits: dict[tuple[float, int], list[float]] = {case: [] for case in cases}
+    lengths: dict[tuple[float, int], list[float]] = {case: [] for case in cases}
+    quick: list[float] = []
+    run_loop(folder, delay_s=0.0, prefetch=0)  # warms up
+    for _ in range(LOOP_ROUNDS):
+        step_s = statistics.median(run_loop(folder, delay_s=0.0, prefetch=0)[0])
+        quick.append(1e3 * step_s)
+        for case in cases:
+            share, prefetch = case
+            steps, waited = run_loop(folder, delay_s=share * step_s, prefetch=prefetch)
+            waits[case] += [wait / step_s for wait in waited]
+            lengths[case] += [length / step_s for length in steps]
+    print(f"training loop, {LOOP_ROUNDS} rounds of {STEPS} steps; a step is {spread(quick)} ms")
+    for (share, prefetch), mine in waits.items():
+        print(
+            f"  read {share:g} x a step, prefetch {prefetch}: waits {spread(mine)} x a step; "
+            f"takes {spread(lengths[share, prefetch])} x a step"
+        )
     dist.destroy_process_group()
 
 
@@ -170,16 +181,14 @@ def run_loop(folder: Path, *, delay_s: float, prefetch: int) -> tuple[list[float
     from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
 
-    model = ModelConfig(
-        num_layers=2, hidden_size=32, num_heads=2, vocab_size=50_000, max_seq_len=64
-    )
+    model = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=256, max_seq_len=64)
     train = TrainConfig(steps=STEPS, global_batch_size=4, micro_batch_size=2, seq_len=64)
     layout = ParallelLayout(tp=1, pp=1, dp=1)
     groups = create_groups(layout, rank=0, device=torch.device("cpu"), timeout_s=60.0)
     stage = GPTStage(
         model, layers=range(2), first=True, last=True, groups=groups, dtype=train.dtype, seed=0
     )
-    data = SlowDataset(folder / "all", seq_len=64, global_batch_size=4, vocab_size=50_000, seed=0)
+    data = SlowDataset(folder / "bytes", seq_len=64, global_batch_size=4, vocab_size=256, seed=0)
     data.delay_s = delay_s
     records: list[StepRecord] = []
     train_loop(

@@ -39,10 +39,10 @@ class SortedOffsets:
 
     def span(self, low: int, high: int) -> tuple[int, Int64s]:
         """The numbers n with low <= n < high, and the place of the first of them."""
-        before, after = np.searchsorted(self.firsts, (low, high)).tolist()
+        before, after = self.firsts.searchsorted((low, high)).tolist()
         start = max(before - 1, 0) * BLOCK  # the last block that begins below `low`
         numbers = self._read(start, min(after * BLOCK, self.count))
-        first, end = np.searchsorted(numbers, (low, high)).tolist()
+        first, end = numbers.searchsorted((low, high)).tolist()
         return start + first, numbers[first:end]
 
     def _read(self, start: int, end: int) -> Int64s:
