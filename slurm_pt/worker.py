@@ -18,7 +18,7 @@ from slurm_pt.config import RunConfig, read_config
 from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
 from slurm_pt.launch.preemption import shield
-from slurm_pt.monitor.progress import record_metrics
+from slurm_pt.monitor.progress import record_metrics, render_rate
 from slurm_pt.plan import split_layers
 from slurm_pt.program import run_program
 from slurm_pt.run import Run
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from slurm_pt.training.loop import StepRecord
     from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
+
+
+NOTABLE_WAIT = 0.1
+"""Share of a step's time above which the wait for tokens is shown beside the speed."""
 
 
 def train(cfg: Any) -> dict[str, Any] | None:
@@ -51,7 +55,10 @@ def train(cfg: Any) -> dict[str, Any] | None:
     run.prepare_to_save()
     end = trainer.train(run, first_step)
     if end.stopped:
-        trainer.save_and_stop(run, end.step)
+        if end.step == first_step:  # nothing new to save: asked while it waited for tokens
+            run.accept_stop()
+        else:
+            trainer.save_and_stop(run, end.step)
         return None
     run.notice = None
     trainer.save(run, end.step)
@@ -112,6 +119,7 @@ class _Trainer:
             save=lambda step: self.save(run, step),
             record=lambda record: self._record(run, record, first_step),
             phase=run.heartbeat.enter,
+            prefetch=self.config.data.prefetch,
         )
 
     def _record(self, run: Run, record: StepRecord, first_step: int) -> None:
@@ -121,11 +129,16 @@ class _Trainer:
             record_metrics(run.folder, line)
             if record.step == first_step + 1:
                 _report_start(run, record.step_s)
+        tokens_per_s = round(record.tokens / record.step_s, 1)
+        speed = render_rate(tokens_per_s)
+        if record.data_s > NOTABLE_WAIT * record.step_s:
+            speed += f", {record.data_s / record.step_s:.0%} of it waiting for data"
         run.show(
             step=record.step,
             steps=self.config.train.steps,
             loss=record.loss,
-            tokens_per_s=round(record.tokens / record.step_s, 1),
+            tokens_per_s=tokens_per_s,
+            speed=speed,
         )
 
     def save(self, run: Run, step: int) -> None:
@@ -166,17 +179,23 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     )
     optimizer = NamedAdamW(dict(stage.named_parameters()), config.train)
     dataset = TokenDataset(
-        _data_folder(run, config),
+        _data_paths(run, config),
         seq_len=config.train.seq_len,
         global_batch_size=config.train.global_batch_size,
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
+        mask_documents=config.data.mask_documents,
+        validation_fraction=config.data.validation_fraction,
     )
+    if config.train.eval_interval is not None:
+        dataset.check_validation(config.train.eval_batches)
     return _Trainer(config, stage, optimizer, dataset)
 
 
-def _data_folder(run: Run, config: RunConfig) -> Path:
+def _data_paths(run: Run, config: RunConfig) -> Path | dict[Path, float]:
     """The token files; the default corpus is made by rank 0 where it is not there yet."""
+    if config.data.mixture is not None:
+        return {Path(part.path).expanduser(): part.weight for part in config.data.mixture}
     if config.data.path is not None:
         return Path(config.data.path).expanduser()
     import platform

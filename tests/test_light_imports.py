@@ -27,6 +27,10 @@ LIGHT = {
     "the launch": modules_below("launch"),
     "monitoring": modules_below("monitor"),
     "the store of checkpoints": ["slurm_pt.checkpoint.store"],
+    "the data": [
+        f"slurm_pt.training.{name}"
+        for name in ("corpus", "data", "megatron_index", "mixture", "prefetch", "token_folder")
+    ],
     "the development cluster": modules_below("devcluster"),
     "the package": ["slurm_pt"],
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import types
 import typing
@@ -16,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slurm_pt.config.model_rules import model_rules
-from slurm_pt.config.schema import MISSING, JobConfig, RunConfig
+from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
 from slurm_pt.errors import ConfigError, Problem, nearest
 
@@ -25,6 +26,8 @@ _J = TypeVar("_J", bound=JobConfig)
 
 SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_root", "name")
 """Keys that do not change what a run computes, and so do not name its folder."""
+KEYS_WITHOUT_INFLUENCE = (("data", "prefetch"),)
+"""The same, within sections that do."""
 LONGEST_SIGNAL_LEAD_S = 65535
 """The largest number that sbatch takes in --signal."""
 
@@ -44,6 +47,9 @@ def read_job_config(cfg: DictConfig | Mapping[str, Any]) -> JobConfig:
 def signature(cfg: DictConfig | Mapping[str, Any]) -> str:
     """Ten hexadecimal digits that name what a run computes; the same config, the same digits."""
     plain = {k: v for k, v in plain_config(cfg).items() if k not in SECTIONS_WITHOUT_INFLUENCE}
+    for section, key in KEYS_WITHOUT_INFLUENCE:
+        if isinstance(plain.get(section), Mapping):
+            plain[section] = {k: v for k, v in plain[section].items() if k != key}
     text = json.dumps(_text_keys(plain), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -129,7 +135,11 @@ def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
     alternatives = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     for alternative in alternatives:
         origin = typing.get_origin(alternative) or alternative
-        if isinstance(origin, type) and issubclass(origin, Enum):
+        inner = typing.get_args(alternative)
+        if origin is list and inner and dataclasses.is_dataclass(inner[0]):
+            if isinstance(value, list):
+                return _sections(key, value, typing.cast("type", inner[0]), problems)
+        elif isinstance(origin, type) and issubclass(origin, Enum):
             if isinstance(value, str) and value in origin.__members__:
                 return origin[value]
         elif origin is float and isinstance(value, int) and not isinstance(value, bool):
@@ -140,6 +150,20 @@ def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
             return str(value)  # YAML reads `mem: 64` as a number
     problems.append(_wrong_type(key, value, alternatives))
     return value
+
+
+def _sections(key: str, values: list[Any], cls: type[_C], problems: list[Problem]) -> list[_C]:
+    """Instances of a frozen dataclass from a list of sections."""
+    built = []
+    for place, section in enumerate(values):
+        at = f"{key}[{place}]"
+        if isinstance(section, Mapping):
+            built.append(_build(section, cls, f"{at}.", problems))
+        else:
+            names = ", ".join(f.name for f in dataclasses.fields(typing.cast("Any", cls)))
+            fix = f"give a section with the keys {names}"
+            problems.append(Problem(at, section, "not a section of keys", fix))
+    return built
 
 
 def _wrong_type(key: str, value: Any, alternatives: tuple[Any, ...]) -> Problem:
@@ -166,6 +190,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from _positive_rules(config)
         yield from model_rules(config)
         yield from _batch_rules(config)
+        yield from _data_rules(config)
 
 
 def _job_rules(config: JobConfig) -> typing.Iterator[Problem]:
@@ -279,6 +304,7 @@ def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
         ("train.global_batch_size", train.global_batch_size),
         ("train.micro_batch_size", train.micro_batch_size),
         ("train.seq_len", train.seq_len),
+        ("train.eval_batches", train.eval_batches),
     ):
         if value < 1:
             yield Problem(key, value, "must be at least 1", f"set {key}=1 or more")
@@ -319,3 +345,40 @@ def _batch_rules(config: RunConfig) -> typing.Iterator[Problem]:
             f"train.micro_batch_size={train.micro_batch_size} * parallel.dp={dp} = {group}",
             f"set train.global_batch_size={sizes}",
         )
+
+
+def _data_rules(config: RunConfig) -> typing.Iterator[Problem]:
+    data, interval = config.data, config.train.eval_interval
+    if data.prefetch < 0:
+        rule = "must not be negative"
+        yield Problem("data.prefetch", data.prefetch, rule, "set data.prefetch=0 or more")
+    fraction = data.validation_fraction
+    if not 0 <= fraction < 1:
+        fix = "set data.validation_fraction=0.01, or 0 for none"
+        yield Problem("data.validation_fraction", fraction, "must be in [0, 1)", fix)
+    if interval is not None and interval < 1:
+        fix = "set train.eval_interval=1 or more, or null for never"
+        yield Problem("train.eval_interval", interval, "must be at least 1", fix)
+    elif interval is not None and fraction == 0:
+        rule = "needs tokens that are held out, but data.validation_fraction=0"
+        fix = "set data.validation_fraction=0.01, or train.eval_interval=null"
+        yield Problem("train.eval_interval", interval, rule, fix)
+    if data.mixture is not None:
+        yield from _mixture_rules(data.path, data.mixture)
+
+
+def _mixture_rules(path: str | None, mixture: list[MixtureSource]) -> typing.Iterator[Problem]:
+    if path is not None:
+        rule = "data.path and data.mixture exclude each other"
+        yield Problem("data.path", path, rule, "set one of the two to null")
+    if not mixture:
+        fix = "name a source and its weight, or set data.mixture=null"
+        yield Problem("data.mixture", "[]", "an empty mixture", fix)
+    for place, source in enumerate(mixture):
+        key = f"data.mixture[{place}]"
+        if not (source.weight > 0 and math.isfinite(source.weight)):
+            fix = "set it above 0, or leave the source out"
+            yield Problem(f"{key}.weight", source.weight, "must be positive", fix)
+        if source.path in [other.path for other in mixture[:place]]:
+            fix = "name it once, with the sum of the weights"
+            yield Problem(f"{key}.path", source.path, "is in the mixture already", fix)

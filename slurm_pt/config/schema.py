@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 import typing
 from dataclasses import dataclass, field
@@ -182,6 +183,20 @@ class TrainConfig:
     """Of activations; float32, float64, or bfloat16 (weights and moments then stay float32)."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and the dropout masks, in any layout."""
+    eval_interval: int | None = None
+    """Steps between two evaluations on the held-out tokens; null: never."""
+    eval_batches: int = 8
+    """Global batches of one evaluation; always the same ones."""
+
+
+@dataclass(frozen=True)
+class MixtureSource:
+    """One source of a mixture."""
+
+    path: str = MISSING
+    """As data.path."""
+    weight: float = MISSING
+    """Its share of the samples is weight / the sum of all weights."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +204,18 @@ class DataConfig:
     """The training tokens."""
 
     path: str | None = MISSING
-    """Folder made by `slurm-pt data prepare`; null: the Python standard library's source."""
+    """Folder of `slurm-pt data prepare`, or PREFIX of a Megatron-LM dataset (PREFIX.bin and
+    PREFIX.idx); null: data.mixture, else the Python standard library's source."""
+    mixture: list[MixtureSource] | None = None
+    """Several sources, [{path: ..., weight: ...}, ...], instead of data.path."""
+    mask_documents: bool = False
+    """Keep attention and positions within the documents of a sample."""
+    validation_fraction: float = 0.0
+    """Part of each source, at its end, that is held out from training, 0 to 1."""
+    prefetch: int = 2
+    """Steps whose tokens a thread has ready; 0: read when needed, a stop then waits for the read.
+
+    Does not change what a run computes."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +344,16 @@ class RunConfig(JobConfig):
     data: DataConfig = field(default_factory=DataConfig)
 
 
+def _writable(hint: Any) -> Any:
+    """A type with the dataclasses inside of `list[...]` and `... | None` made writable."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is list and dataclasses.is_dataclass(arguments[0]):
+        return list[schema_of(typing.cast("type", arguments[0]))]  # type: ignore[misc]
+    if isinstance(hint, types.UnionType):
+        return functools.reduce(operator.or_, map(_writable, arguments))
+    return hint
+
+
 @functools.cache
 def schema_of(frozen: type) -> type:
     """The same dataclass, but writable and made of writable parts, as Hydra's schemas must be.
@@ -329,6 +365,7 @@ def schema_of(frozen: type) -> type:
     for declared in dataclasses.fields(frozen):
         hint: Any = hints[declared.name]
         factory: Any = declared.default_factory
+        hint = _writable(hint)
         if dataclasses.is_dataclass(hint):
             hint = factory = schema_of(typing.cast("type", hint))
         if isinstance(hint, types.UnionType):  # OmegaConf knows Optional[X], not X | None

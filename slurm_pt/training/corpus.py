@@ -1,4 +1,4 @@
-"""Turns text files into a token folder (see `data`), in one pass and in little memory.
+"""Turns text files into a token folder (see `token_folder`), in one pass and in little memory.
 
 The folder appears at once and complete: it is written under another name, fsynced and renamed.
 """
@@ -21,7 +21,14 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from slurm_pt.errors import DataError
-from slurm_pt.training.data import DTYPES, INFO, TOKENS, TokenInfo, read_token_info
+from slurm_pt.training.token_folder import (
+    DOCUMENTS,
+    DTYPES,
+    INFO,
+    TOKENS,
+    TokenInfo,
+    read_token_info,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -65,9 +72,10 @@ def prepare(paths: Iterable[Path], out: Path, tokenizer: Path | None = None) -> 
 def prepare_stdlib(out: Path) -> CorpusSummary:
     """A token folder at `out` with the source of this Python's standard library, as bytes.
 
-    Without tests and installed packages. A folder that is there already is left as it is.
+    Without tests and installed packages. A folder that is there already is left as it is; one of
+    the first versions gets the borders of its documents.
     """
-    if (out / INFO).exists():
+    if (out / INFO).exists() and (out / DOCUMENTS).exists():
         return _summary(out, read_token_info(out), skipped=0, created=False)
     root = Path(sysconfig.get_path("stdlib"))
     files = [
@@ -154,37 +162,38 @@ def _prepare(
 def _write(
     files: list[Path], work: Path, encoder: _ByteEncoder | _FileEncoder
 ) -> tuple[TokenInfo, int]:
-    """Writes both files into `work`; their description, and how many files were skipped."""
+    """Writes the files into `work`; their description, and how many files were skipped."""
     bounds = {"uint8": 2**8, "uint16": 2**16, "uint32": 2**32}
     dtype = next(name for name, bound in bounds.items() if encoder.vocab_size <= bound)
-    documents = skipped = 0
+    skipped = 0
+    borders = [0]
+    size = np.dtype(DTYPES[dtype]).itemsize
     with (work / TOKENS).open("wb") as file:
         sink = _Sink(file, DTYPES[dtype])
         for source in files:
             mark = sink.mark()
             try:
-                documents += _write_document(source, encoder, sink)
+                if _write_document(source, encoder, sink):
+                    borders.append(file.tell() // size)
             except UnicodeError:  # may come late in a large file
                 sink.return_to(mark)
                 skipped += 1
-        num_tokens = file.tell() // np.dtype(DTYPES[dtype]).itemsize
         _sync(file)
-    if num_tokens == 0:
+    if borders[-1] == 0:
         raise DataError(
             f"no text found: of {len(files)} files, {skipped} are not UTF-8 text and the others "
             "are empty. To fix: name files or folders of text."
         )
     info = TokenInfo(
         dtype=dtype,
-        num_tokens=num_tokens,
+        num_tokens=borders[-1],
         vocab_size=encoder.vocab_size,
         tokenizer=encoder.name,
-        documents=documents,
+        documents=len(borders) - 1,
         sha256=sink.digest.hexdigest(),
     )
-    with (work / INFO).open("wb") as file:
-        file.write(json.dumps(dataclasses.asdict(info), indent=2).encode() + b"\n")
-        _sync(file)
+    _write_file(work / DOCUMENTS, np.array(borders, dtype="<i8").tobytes())
+    _write_file(work / INFO, json.dumps(dataclasses.asdict(info), indent=2).encode() + b"\n")
     _sync_folder(work)
     return info, skipped
 
@@ -256,6 +265,10 @@ def _publish(work: Path, out: Path, info: TokenInfo, *, accept_other: bool) -> b
                 f"{out} already holds other tokens ({there.num_tokens}, tokenizer "
                 f"{there.tokenizer}). To fix: choose another folder, or delete that one."
             ) from None
+        if there.sha256 == info.sha256 and not (out / DOCUMENTS).exists():
+            # Made by the first versions. The rename is atomic, and all write the same.
+            (work / DOCUMENTS).rename(out / DOCUMENTS)
+            _sync_folder(out)
         return False
     _sync_folder(out.parent)
     return True
@@ -271,6 +284,12 @@ def _summary(folder: Path, info: TokenInfo, *, skipped: int, created: bool) -> C
         tokenizer=info.tokenizer,
         created=created,
     )
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        _sync(file)
 
 
 def _sync(file: BinaryIO) -> None:

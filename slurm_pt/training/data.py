@@ -1,209 +1,251 @@
-"""The training tokens: a folder of memory-mapped ids, and which of them a step sees.
+"""Which tokens a step sees.
 
 A batch is a function of (seed, step, index in the global batch). There is no state to save:
 neither the number of ranks nor a restart changes what a step sees.
 
-    <folder>/tokens.bin    ids one after another, unsigned little endian, no header
-    <folder>/tokens.json   `TokenInfo`
-
-numpy only, no torch: the login side reads these folders too.
+Samples are windows of `seq_len` + 1 tokens of a source, whatever documents they cut or join. The
+loss counts every token of a window, also a document's first one, which is then predicted from the
+end of the document before: nanoGPT and Megatron-LM count it too, unless asked otherwise.
+numpy only, no torch.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from slurm_pt.errors import DataError
+from slurm_pt.training.megatron_index import index_of, open_megatron_index, tokens_of
+from slurm_pt.training.mixture import MixtureOrder
+from slurm_pt.training.sample_order import SampleOrder, sample_order
+from slurm_pt.training.token_folder import open_token_folder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
-TOKENS = "tokens.bin"
-INFO = "tokens.json"
-DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
+    from slurm_pt.training.token_source import TokenSource
 
-UInt64s = NDArray[np.uint64]
 Int64s = NDArray[np.int64]
+Int32s = NDArray[np.int32]
+
+VALIDATION_SEED = 0
+"""Of the order of held-out windows: the same for all runs, so that their losses compare."""
 
 
 @dataclass(frozen=True)
-class TokenInfo:
-    """What `tokens.json` says about a token folder."""
+class Places:
+    """Where some samples are: each one's source, and where its window begins there (tokens)."""
 
-    dtype: str
-    """uint8, uint16 or uint32."""
-    num_tokens: int
-    vocab_size: int
-    """One more than the largest id the tokenizer can give."""
-    tokenizer: str
-    """"bytes", or the name of a tokenizer file."""
-    documents: int
-    sha256: str
-    """Of tokens.bin."""
+    sources: Int64s
+    starts: Int64s
 
 
-def read_token_info(folder: Path) -> TokenInfo:
-    """The description of a token folder whose files are there and fit together."""
-    remedy = "To fix: make the folder with `slurm-pt data prepare`"
-    try:
-        raw = json.loads((folder / INFO).read_text(encoding="utf-8"))
-        info = TokenInfo(
-            dtype=str(raw["dtype"]),
-            num_tokens=int(raw["num_tokens"]),
-            vocab_size=int(raw["vocab_size"]),
-            tokenizer=str(raw["tokenizer"]),
-            documents=int(raw["documents"]),
-            sha256=str(raw["sha256"]),
-        )
-        size_bytes = (folder / TOKENS).stat().st_size
-    except FileNotFoundError as error:
-        raise DataError(f"data.path={folder}: {error.filename} is missing. {remedy}.") from None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise DataError(
-            f"data.path={folder}: {INFO} cannot be read: {error!r}. {remedy}."
-        ) from None
-    if info.dtype not in DTYPES:
-        known = ", ".join(DTYPES)
-        raise DataError(f"data.path={folder}: dtype {info.dtype!r} is none of {known}. {remedy}.")
-    expected = info.num_tokens * np.dtype(DTYPES[info.dtype]).itemsize
-    if size_bytes != expected:
-        raise DataError(
-            f"data.path={folder}: {TOKENS} has {size_bytes} bytes where {INFO} says "
-            f"{expected}: it was cut short or overwritten. {remedy} again."
-        )
-    return info
+@dataclass(frozen=True)
+class _Part:
+    """One source, cut into windows: first those to train on, then those held out."""
 
-
-def verify_tokens(folder: Path) -> TokenInfo:
-    """The folder's description, once its ids have been read and have the right checksum."""
-    info = read_token_info(folder)
-    with (folder / TOKENS).open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if digest != info.sha256:
-        raise DataError(
-            f"data.path={folder}: {TOKENS} has the checksum {digest[:12]}..., where {INFO} says "
-            f"{info.sha256[:12]}...: the file is damaged. To fix: prepare the folder again."
-        )
-    return info
+    source: TokenSource
+    order: SampleOrder
+    num_held_out: int
+    held_out_order: SampleOrder | None
 
 
 class TokenDataset:
     """Batches of windows of `seq_len` + 1 tokens; windows overlap by that one token.
 
-    Each window is seen once in an epoch, in an order that is a function of (seed, epoch);
-    sample g of a run is number g modulo the number of windows in epoch g // that number.
+    Each window of a source is seen once in an epoch of that source, in an order that is a
+    function of (seed, epoch): sample g of a source is number g modulo the number of its windows
+    in epoch g // that number. With several sources, `MixtureOrder` says which one a sample of the
+    run comes from, and how many of that source came before.
+
+    Args:
+        paths: A token folder, or the prefix of a Megatron-LM dataset; or several, with weights.
+        mask_documents: Find the borders of documents, for `documents`.
+        validation_fraction: Part of each source's windows, at its end, that is held out: one
+            at least, unless 0. The first held-out token is still the last target of the window
+            before, so no target of a held-out window was one in training.
+
+    Raises DataError for files that are missing, damaged, too small, or made for another model.
     """
 
     def __init__(
-        self, folder: Path, *, seq_len: int, global_batch_size: int, vocab_size: int, seed: int
+        self,
+        paths: Path | Mapping[Path, float],
+        *,
+        seq_len: int,
+        global_batch_size: int,
+        vocab_size: int,
+        seed: int,
+        mask_documents: bool = False,
+        validation_fraction: float = 0.0,
     ):
-        self.folder = folder
-        self.info = read_token_info(folder)
         self.seq_len = seq_len
         self.global_batch_size = global_batch_size
         self.vocab_size = vocab_size
-        self.num_windows = (self.info.num_tokens - 1) // seq_len
-        if self.num_windows < 1:
-            raise DataError(
-                f"data.path={folder}: {self.info.num_tokens} tokens are fewer than the "
-                f"{seq_len + 1} of one sample. To fix: lower train.seq_len={seq_len}, or "
-                "prepare more text."
-            )
-        if self.info.vocab_size > vocab_size:
-            raise DataError(
-                f"data.path={folder}: its tokenizer ({self.info.tokenizer}) has "
-                f"{self.info.vocab_size} ids. To fix: set model.vocab_size to at least that; it "
-                f"is {vocab_size}."
-            )
-        self.order = sample_order(seed, self.num_windows)
-        self.tokens = np.memmap(folder / TOKENS, dtype=DTYPES[self.info.dtype], mode="r")
+        self.mask_documents = mask_documents
+        self.validation_fraction = validation_fraction
+        weights = paths if isinstance(paths, Mapping) else {paths: 1.0}
+        self._parts: list[_Part] = []
+        for place, path in enumerate(weights):
+            key = f"data.mixture[{place}].path" if isinstance(paths, Mapping) else "data.path"
+            source = open_source(path, key=key, documents=mask_documents)
+            self._parts.append(self._part(source, seed + place))
+        self._mixture = MixtureOrder(list(weights.values())) if len(weights) > 1 else None
 
-    def batch(self, step: int, indices: Sequence[int]) -> Int64s:
-        """Some samples of a step's global batch: ids, [len(indices), seq_len + 1].
+    @property
+    def num_windows(self) -> int:
+        """Windows to train on, over all sources."""
+        return sum(part.order.num_windows for part in self._parts)
+
+    def places(self, step: int, indices: Sequence[int]) -> Places:
+        """Where some samples of a step's global batch are.
 
         Args:
             step: Completed steps.
             indices: Places in the global batch, 0 .. global_batch_size - 1.
         """
-        samples = step * self.global_batch_size + np.asarray(indices, dtype=np.int64)
-        starts = self.order(samples) * self.seq_len
-        rows = [self.tokens[start : start + self.seq_len + 1] for start in starts.tolist()]
-        ids: Int64s = np.stack(rows).astype(np.int64)
-        if ids.max() >= self.vocab_size:
-            raise DataError(
-                f"data.path={self.folder}: holds the id {ids.max()}, but {INFO} promises ids "
-                f"below {self.info.vocab_size}. To fix: prepare the folder again."
-            )
+        sources, numbers = self._sources(step, indices)
+        windows = np.empty_like(numbers)
+        for source, rows in self._rows(sources):
+            windows[rows] = self._parts[source].order(numbers[rows])
+        return Places(sources, windows * self.seq_len)
+
+    def validation_places(self, number: int, indices: Sequence[int]) -> Places:
+        """Where some samples of a batch of held-out windows are; no window is given twice.
+
+        Batches have global_batch_size samples, in the shares of the mixture, and are the same
+        whatever the seed of the run. Raises DataError beyond the held-out windows.
+        """
+        sources, numbers = self._sources(number, indices)
+        windows = np.empty_like(numbers)
+        for source, rows in self._rows(sources):
+            part = self._parts[source]
+            if part.held_out_order is None or numbers[rows].max() >= part.num_held_out:
+                self.check_validation(number + 1)
+                raise IndexError(f"index beyond the global batch: {max(indices)}")
+            windows[rows] = part.held_out_order(numbers[rows]) + part.order.num_windows
+        return Places(sources, windows * self.seq_len)
+
+    def check_validation(self, batches: int) -> None:
+        """Raises DataError unless that many batches of held-out windows are there."""
+        total = batches * self.global_batch_size
+        counts = [total] if self._mixture is None else self._mixture.counts(total)
+        for part, count in zip(self._parts, counts, strict=True):
+            if count > part.num_held_out:
+                raise DataError(
+                    f"{part.source.name}: train.eval_batches={batches} batches take {count} "
+                    f"windows of it, but data.validation_fraction={self.validation_fraction} holds "
+                    f"out {part.num_held_out}. To fix: lower the one, or raise the other."
+                )
+
+    def tokens(self, places: Places) -> Int64s:
+        """The ids at some places, [len(places), seq_len + 1]."""
+        ids: Int64s = np.empty((places.starts.size, self.seq_len + 1), dtype=np.int64)
+        for source, rows in self._rows(places.sources):
+            found = self._parts[source].source.read(places.starts[rows].tolist(), self.seq_len + 1)
+            self._check_ids(self._parts[source].source, int(found.min()), int(found.max()))
+            ids[rows] = found
         return ids
 
+    def documents(self, places: Places) -> Int32s:
+        """The document that each input token belongs to, [len(places), seq_len].
 
-@dataclass(frozen=True)
-class SampleOrder:
-    """The window of each sample of a run: each epoch a new permutation, in no memory.
+        Counted from 0 within each sample: where the number grows, a document begins.
+        """
+        begins = np.zeros((places.starts.size, self.seq_len), dtype=np.int32)
+        rows = zip(begins, places.sources.tolist(), places.starts.tolist(), strict=True)
+        for row, source, start in rows:
+            boundaries = self._parts[source].source.boundaries
+            if boundaries is None:
+                raise ValueError("the dataset was opened without mask_documents")
+            row[boundaries(start, start + self.seq_len) - start] = 1
+        return np.cumsum(begins, axis=1, dtype=np.int32)
 
-    A Feistel network permutes 0 .. 4**k - 1 for the smallest k that covers all windows; results
-    beyond the windows are put through it again until they fall among them (cycle walking: at
-    most 4 times on average), which leaves a permutation of the windows.
+    def batch(self, step: int, indices: Sequence[int]) -> Int64s:
+        """Some samples of a step's global batch: ids, [len(indices), seq_len + 1]."""
+        return self.tokens(self.places(step, indices))
 
-    Source: Black and Rogaway 2002, "Ciphers with arbitrary finite domains", methods 2 and 3.
+    def validation_batch(self, number: int, indices: Sequence[int]) -> Int64s:
+        """Some samples of a held-out batch: ids, [len(indices), seq_len + 1]."""
+        return self.tokens(self.validation_places(number, indices))
+
+    def _part(self, source: TokenSource, seed: int) -> _Part:
+        num_windows = (source.num_tokens - 1) // self.seq_len
+        if num_windows < 1:
+            raise DataError(
+                f"{source.name}: {source.num_tokens} tokens are fewer than the "
+                f"{self.seq_len + 1} of one sample. To fix: lower train.seq_len={self.seq_len}, or "
+                "prepare more text."
+            )
+        if source.vocab_size is not None and source.vocab_size > self.vocab_size:
+            raise DataError(
+                f"{source.name}: its tokenizer ({source.tokenizer}) has {source.vocab_size} ids. "
+                f"To fix: set model.vocab_size to at least that; it is {self.vocab_size}."
+            )
+        fraction = self.validation_fraction
+        held_out = max(1, round(num_windows * fraction)) if fraction > 0 else 0
+        if held_out >= num_windows:
+            raise DataError(
+                f"{source.name}: data.validation_fraction={fraction} holds out {held_out} of its "
+                f"{num_windows} windows, which leaves none to train on. To fix: lower it, or "
+                "prepare more text."
+            )
+        return _Part(
+            source=source,
+            order=sample_order(seed, num_windows - held_out),
+            num_held_out=held_out,
+            held_out_order=sample_order(VALIDATION_SEED, held_out) if held_out else None,
+        )
+
+    def _sources(self, batch: int, indices: Sequence[int]) -> tuple[Int64s, Int64s]:
+        """The source of each sample of a global batch, and its number among that source's."""
+        samples = batch * self.global_batch_size + np.asarray(indices, dtype=np.int64)
+        if self._mixture is None:
+            return np.zeros_like(samples), samples
+        return self._mixture(samples)
+
+    def _rows(self, sources: Int64s) -> list[tuple[int, slice | Int64s]]:
+        """Each source that occurs, with the rows it occurs in."""
+        if len(self._parts) == 1:
+            return [(0, slice(None))]
+        return [(s, np.flatnonzero(sources == s)) for s in np.unique(sources).tolist()]
+
+    def _check_ids(self, source: TokenSource, smallest: int, largest: int) -> None:
+        if smallest >= 0 and largest < self.vocab_size:
+            return
+        wrong = smallest if smallest < 0 else largest
+        if source.vocab_size is None:
+            raise DataError(
+                f"{source.name}: holds the id {wrong}, but model.vocab_size={self.vocab_size}. To "
+                "fix: set model.vocab_size to that of the tokenizer, or make the files again."
+            )
+        raise DataError(
+            f"{source.name}: holds the id {wrong}, but its description promises ids below "
+            f"{source.vocab_size}. To fix: prepare the folder again."
+        )
+
+
+def open_source(path: Path, *, key: str = "data.path", documents: bool = False) -> TokenSource:
+    """The tokens that a path names: a folder of `slurm-pt data prepare`, or a Megatron-LM prefix.
+
+    Raises DataError if it is neither.
     """
-
-    seed: int
-    num_windows: int
-
-    rounds = 8
-
-    def __call__(self, samples: Int64s) -> Int64s:
-        """The windows of samples that are counted from the start of the run."""
-        epochs, positions = np.divmod(np.asarray(samples, dtype=np.int64), self.num_windows)
-        windows = positions.astype(np.uint64)
-        keys = self._keys(epochs.astype(np.uint64))
-        pending = np.ones(windows.shape, dtype=np.bool_)
-        while pending.any():
-            windows[pending] = self._permute(windows[pending], keys[:, pending])
-            pending = windows >= np.uint64(self.num_windows)
-        return windows.astype(np.int64)
-
-    def _keys(self, epochs: UInt64s) -> UInt64s:
-        """One key for each round and epoch, [rounds, epochs]."""
-        seeded = _mix(epochs ^ _mix(np.array([self.seed % 2**64], dtype=np.uint64)))
-        rounds = np.arange(1, self.rounds + 1, dtype=np.uint64)
-        return _mix(seeded[np.newaxis, :] ^ _mix(rounds)[:, np.newaxis])
-
-    def _permute(self, values: UInt64s, keys: UInt64s) -> UInt64s:
-        half_bits = np.uint64(max(1, ((self.num_windows - 1).bit_length() + 1) // 2))
-        mask = (np.uint64(1) << half_bits) - np.uint64(1)
-        left, right = values >> half_bits, values & mask
-        for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
-        return (left << half_bits) | right
-
-
-def sample_order(seed: int, num_windows: int) -> SampleOrder:
-    """The order of windows in every epoch, as a function of (seed, epoch).
-
-    >>> order = sample_order(seed=7, num_windows=5)
-    >>> sorted(order(np.arange(5)).tolist()), sorted(order(np.arange(5, 10)).tolist())
-    ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4])
-    """
-    if num_windows < 1:
-        raise ValueError(f"num_windows must be at least 1, not {num_windows}")
-    return SampleOrder(seed=seed, num_windows=num_windows)
-
-
-def _mix(values: Any) -> UInt64s:
-    """A well-mixed function of each 64-bit number.
-
-    Source: Steele, Lea and Flood 2014, splitmix64.
-    """
-    mixed: UInt64s = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+    if path.is_dir():
+        return open_token_folder(path, key=key, documents=documents)
+    if index_of(path).exists() or tokens_of(path).exists():
+        return open_megatron_index(path, key=key, documents=documents)
+    if path.suffix in {".bin", ".idx"} and index_of(path.with_suffix("")).exists():
+        raise DataError(
+            f"{key}={path}: a Megatron-LM dataset is named without the end of its files' names. "
+            f"To fix: set {key}={path.with_suffix('')}."
+        )
+    raise DataError(
+        f"{key}={path}: there is neither such a folder, nor a Megatron-LM dataset "
+        f"{index_of(path).name} and {tokens_of(path).name}. To fix: correct the path, or make the "
+        "folder with `slurm-pt data prepare`."
+    )

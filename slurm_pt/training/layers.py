@@ -71,7 +71,10 @@ class Embedding(nn.Module):
         hidden = self.tokens(inputs)
         if self.positions is not None:
             places = self.axis.own_positions(inputs.shape[0])
-            hidden = hidden + self.positions.weight[places].unsqueeze(1)
+            if micro_batch.positions is None:
+                hidden = hidden + self.positions.weight[places].unsqueeze(1)
+            else:
+                hidden = hidden + self.positions(micro_batch.positions.t()[places])
         dropped: Tensor = self.dropout(hidden, micro_batch)
         return dropped
 
@@ -89,7 +92,7 @@ class Layer(nn.Module):
         self.ffn_dropout = build.dropout(f"layers.{index}.ffn")
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden))
+        attended = self.attention(self.attention_norm(hidden), micro_batch)
         hidden = hidden + self.attention_dropout(attended, micro_batch)
         fed = self.ffn(self.ffn_norm(hidden))
         output: Tensor = hidden + self.ffn_dropout(fed, micro_batch)
@@ -128,16 +131,24 @@ class Attention(nn.Module):
         )
         self.rotary = Rotary(config) if config.positions is Positions.rotary else None
 
-    def forward(self, x: Tensor) -> Tensor:  # [seq (/ tp), batch, hidden] -> the same
+    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """[seq (/ tp), batch, hidden] -> the same."""
         parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
         # [seq, batch, heads * head] -> [batch, heads, seq, head]
         query, key, value = (
             part.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for part in parts
         )
         if self.rotary is not None:
-            query, key = self.rotary(query), self.rotary(key)
+            query = self.rotary(query, micro_batch.positions)
+            key = self.rotary(key, micro_batch.positions)
+        mask = micro_batch.attention_mask
         mixed = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1]
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            enable_gqa=query.shape[1] != key.shape[1],
         )
         output: Tensor = self.output(mixed.permute(2, 0, 1, 3).flatten(2))
         return output

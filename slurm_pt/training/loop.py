@@ -26,6 +26,7 @@ from slurm_pt.parallel.data import (
 )
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_pipeline
+from slurm_pt.training.feed import Feed, HostBatch
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from slurm_pt.config.schema import TrainConfig
     from slurm_pt.training.data import TokenDataset
+    from slurm_pt.training.prefetch import Prefetcher
 
 
 @dataclass(frozen=True)
@@ -79,22 +81,45 @@ def train_loop(
     save: Callable[[int], None],
     record: Callable[[StepRecord], None],
     phase: Callable[[str], None],
+    prefetch: int = 0,
 ) -> LoopEnd:
     """Train from `start_step` completed steps to `config.steps`, or until a stop is agreed.
 
     `stop_requested` of any rank counts, `save_due` of rank 0 alone. `save(step)` is called on
     all ranks with the number of completed steps, between steps only: after the last step, and
-    on a stop, saving is the caller's.
+    on a stop, saving is the caller's. A thread has the tokens of up to `prefetch` steps ready.
+
+    A rank that is asked to stop while it waits for tokens does not wait on: it goes through the
+    step with blank ones, and says so in the reduction. No rank then counts that step.
     """
     trainer = _Trainer(stage, optimizer, dataset, config, groups, phase)
-    for step in range(start_step, config.steps):
+    steps = range(start_step, config.steps)
+    with trainer.feed.ahead(steps, prefetch=prefetch) as data:
+        return _steps(trainer, data, steps, stop_requested, save_due, save, record)
+
+
+def _steps(
+    trainer: _Trainer,
+    data: Prefetcher[HostBatch],
+    steps: range,
+    stop_requested: Callable[[], bool],
+    save_due: Callable[[], bool],
+    save: Callable[[int], None],
+    record: Callable[[StepRecord], None],
+) -> LoopEnd:
+    config, groups, phase = trainer.config, trainer.groups, trainer.phase
+    for step in steps:
         begin = time.perf_counter()
-        micro_batches = trainer.micro_batches(step)
+        phase("data")
+        micro_batches = trainer.feed.take(step, data, give_up=stop_requested)
         data_s = time.perf_counter() - begin
-        loss = trainer.gradients(micro_batches)
+        blank = micro_batches is None
+        loss = trainer.gradients(micro_batches or trainer.feed.blank(step))
         phase("reduce")
         wants_save = groups.rank == 0 and save_due()
-        totals = trainer.reduce(loss, stop=stop_requested(), save=wants_save)
+        totals = trainer.reduce(loss, stop=stop_requested(), save=wants_save, blank=blank)
+        if totals.blank:
+            return LoopEnd(step=step, stopped=True)
         phase("optimizer")
         lr = learning_rate(step, config)
         trainer.update(totals.grad_norm, lr)
@@ -116,7 +141,7 @@ def train_loop(
         if totals.save:
             phase("save")
             save(step + 1)
-    return LoopEnd(step=max(start_step, config.steps), stopped=False)
+    return LoopEnd(step=max(steps.start, config.steps), stopped=False)
 
 
 def num_microbatches(config: TrainConfig, dp: int) -> int:
@@ -146,6 +171,8 @@ class _Totals:
     grad_norm: float
     stop: bool
     save: bool
+    blank: bool
+    """Some rank had no tokens: this step does not count."""
 
 
 class _Trainer:
@@ -160,25 +187,16 @@ class _Trainer:
         groups: ProcessGroups,
         phase: Callable[[str], None],
     ):
-        self.stage, self.optimizer, self.dataset = stage, optimizer, dataset
+        self.stage, self.optimizer = stage, optimizer
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
+        self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
         self.buckets = GradientBuckets(stage.parameters(), group=groups.dp)
         self.counted = _counted_gradients(stage, groups)
         shape = stage.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
         )
         self.message = Message(shape=shape, dtype=stage.dtype)
-
-    def micro_batches(self, step: int) -> list[MicroBatch]:
-        """This dp rank's contiguous part of the global batch, cut into micro-batches."""
-        self.phase("data")
-        size = self.config.micro_batch_size
-        first = self.groups.place.dp_rank * self.num_microbatches * size
-        return [
-            self._micro_batch(step, range(start, start + size))
-            for start in range(first, first + self.num_microbatches * size, size)
-        ]
 
     def gradients(self, micro_batches: list[MicroBatch]) -> Tensor:
         """This rank's part of the mean loss; leaves the global batch's gradients in `.grad`."""
@@ -195,14 +213,15 @@ class _Trainer:
             loss.zero_()
         return loss / self.groups.layout.dp
 
-    def reduce(self, loss: Tensor, *, stop: bool, save: bool) -> _Totals:
+    def reduce(self, loss: Tensor, *, stop: bool, save: bool, blank: bool) -> _Totals:
         """The one collective over all ranks."""
         square = squared_norm(self.counted, device=self.groups.device)
-        flags = torch.tensor([float(stop), float(save)], dtype=torch.float64)
+        flags = torch.tensor([stop, save, blank], dtype=torch.float64)
         sums = torch.cat([torch.stack([loss, square]), flags.to(self.groups.device)])
-        loss_sum, square_sum, stops, saves = all_reduce(sums, self.groups.world).tolist()
+        loss_sum, square_sum, *raised = all_reduce(sums, self.groups.world).tolist()
+        stops, saves, blanks = (count > 0 for count in raised)
         return _Totals(
-            loss=loss_sum, grad_norm=math.sqrt(square_sum), stop=stops > 0, save=saves > 0
+            loss=loss_sum, grad_norm=math.sqrt(square_sum), stop=stops, save=saves, blank=blanks
         )
 
     def update(self, grad_norm: float, lr: float) -> None:
@@ -210,13 +229,6 @@ class _Trainer:
         if factor != 1.0:
             self.buckets.scale(factor)
         self.optimizer.step(lr)
-
-    def _micro_batch(self, step: int, indices: range) -> MicroBatch:
-        tokens = torch.empty(0, dtype=torch.int64)
-        if self.groups.first_stage or self.groups.last_stage:
-            tokens = torch.from_numpy(self.dataset.batch(step, indices)).to(self.groups.device)
-        samples = tuple(step * self.config.global_batch_size + index for index in indices)
-        return MicroBatch(tokens=tokens, samples=samples, step=step)
 
 
 def _counted_gradients(stage: GPTStage, groups: ProcessGroups) -> list[Tensor]:

@@ -43,8 +43,11 @@ class Rotary(nn.Module):
         self._cosine: Tensor | None = None
         self._sine: Tensor | None = None
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, heads, seq, head] -> the same
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        """[batch, heads, seq, head] -> the same, with places [batch, seq] or 0, 1, 2, ..."""
         cosine, sine = self._tables(x)
+        if positions is not None:
+            cosine, sine = cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1)
         first, second = x.chunk(2, dim=-1)
         turned = torch.cat((-second, first), dim=-1)
         return x * cosine + turned * sine

@@ -96,6 +96,14 @@ def test_a_valid_configuration_becomes_frozen_and_typed():
         ("train.global_batch_size", 0, "must be at least 1", "set train.global_batch_size=1"),
         ("train.micro_batch_size", 0, "must be at least 1", "set train.micro_batch_size=1"),
         ("train.seq_len", 0, "must be at least 1", "set train.seq_len=1"),
+        ("train.eval_batches", 0, "must be at least 1", "set train.eval_batches=1"),
+        ("train.eval_interval", 0, "must be at least 1", "or null for never"),
+        ("train.eval_interval", 5, "but data.validation_fraction=0", "validation_fraction=0.01"),
+        ("data.validation_fraction", 1.0, "must be in [0, 1)", "set data.validation_fraction=0.01"),
+        ("data.validation_fraction", NAN, "must be in [0, 1)", "or 0 for none"),
+        ("data.prefetch", -1, "must not be negative", "set data.prefetch=0 or more"),
+        ("data.mixture", "/a", "must be of type list", "give a value of type list"),
+        ("data.mixture", [], "an empty mixture", "name a source and its weight"),
         ("train.lr", 0.0, "must be positive", "set train.lr above 0"),
         ("train.lr", NAN, "must be positive", "set train.lr above 0"),
         ("train.eps", 0.0, "must be positive", "set train.eps above 0"),
@@ -151,6 +159,40 @@ def test_raw_options_that_are_none_of_ours_are_let_through():
 def test_two_forms_of_memory_exclude_each_other_f96():
     (problem,) = problems_of(slurm__mem="1G", slurm__mem_per_gpu="2G").values()
     assert "slurm.mem and slurm.mem_per_gpu exclude each other" in str(problem)
+
+
+def source(path="/a", weight=1.0, **more):
+    return {"path": path, "weight": weight, **more}
+
+
+@pytest.mark.parametrize(
+    ("mixture", "key", "rule", "fix"),
+    [
+        (["/a"], "data.mixture[0]", "not a section of keys", "the keys path, weight"),
+        ([source(wight=2)], "data.mixture[0].wight", "did you mean weight", "one of path, weight"),
+        (
+            [{"path": "/a"}],
+            "data.mixture[0].weight",
+            "a value is required",
+            "mixture[0].weight=...",
+        ),
+        ([source(weight="1")], "data.mixture[0].weight", "must be of type float", "type float"),
+        ([source(), source("/b", 0)], "data.mixture[1].weight", "must be positive", "above 0"),
+        ([source(weight=NAN)], "data.mixture[0].weight", "must be positive", "above 0"),
+        ([source(), source()], "data.mixture[1].path", "in the mixture already", "sum of the"),
+    ],
+)
+def test_each_source_of_a_mixture_is_checked(mixture, key, rule, fix):
+    problem = problems_of(data__mixture=mixture)[key]
+    assert rule in problem.rule
+    assert fix in problem.fix
+
+
+def test_a_path_and_a_mixture_exclude_each_other():
+    (problem,) = problems_of(data__path="/a", data__mixture=[source()]).values()
+    assert "data.path and data.mixture exclude each other" in str(problem)
+    config = read_config(small_config(data__mixture=[source("/a", 3), source("/b", 1)]))
+    assert [(part.path, part.weight) for part in config.data.mixture] == [("/a", 3.0), ("/b", 1.0)]
 
 
 def test_all_broken_rules_are_told_at_once_f91():

@@ -22,6 +22,7 @@ GROUP_FILES = sorted((path.parent.name, path.stem) for path in CONFIGS.glob("*/*
 COMPANIONS = {
     ("train", "gpt2"): ["model=gpt2_124m"],
     ("data", "tokens"): ["data.path=/tokens"],
+    ("data", "mixture"): ["data.mixture=[{path: /a, weight: 3}, {path: /b, weight: 1}]"],
 }
 
 
@@ -83,6 +84,11 @@ def test_a_time_limit_on_the_command_line_arrives_as_it_was_typed_f95(override, 
 def test_a_missing_value_is_told_with_its_key():
     with pytest.raises(ConfigError, match=r"data\.path=\?\?\?: a value is required"):
         read_config(compose("config", overrides=["data=tokens"]))
+
+
+def test_a_mixture_without_sources_is_told_and_never_taken_for_none():
+    with pytest.raises(ConfigError, match=r"data\.mixture=\[\]: an empty mixture"):
+        read_config(compose("config", overrides=["data=mixture"]))
 
 
 def test_a_broken_rule_passes_hydra_and_is_told_by_the_door():

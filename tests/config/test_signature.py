@@ -57,6 +57,7 @@ def test_keys_of_mixed_types_can_be_signed():
         ("cluster__device", "cpu"),
         ("run_root", "/elsewhere"),
         ("name", "other"),
+        ("data__prefetch", 7),
     ],
 )
 def test_what_does_not_change_the_result_does_not_change_the_signature(key, value):
@@ -65,7 +66,13 @@ def test_what_does_not_change_the_result_does_not_change_the_signature(key, valu
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("train__seed", 1), ("model__dropout", 0.1), ("parallel__tp", 2), ("data__path", "/d")],
+    [
+        ("train__seed", 1),
+        ("model__dropout", 0.1),
+        ("parallel__tp", 2),
+        ("data__path", "/d"),
+        ("data__mask_documents", True),
+    ],
 )
 def test_what_changes_the_result_changes_the_signature(key, value):
     assert signature(small_config(**{key: value})) != signature(small_config())

@@ -9,7 +9,7 @@ import pytest
 from slurm_pt.errors import DataError
 from slurm_pt.training import corpus
 from slurm_pt.training.corpus import prepare, prepare_stdlib
-from slurm_pt.training.data import TOKENS, read_token_info, verify_tokens
+from slurm_pt.training.token_folder import DOCUMENTS, TOKENS, read_token_info, verify_tokens
 
 
 @pytest.fixture
@@ -37,12 +37,32 @@ def test_documents_follow_in_sorted_order_each_ended_by_a_zero(texts, tmp_path):
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["out", "texts"]
 
 
+def borders(folder):
+    return np.fromfile(folder / DOCUMENTS, dtype="<i8").tolist()
+
+
+def test_the_borders_of_documents_are_written_beside_the_tokens(texts, tmp_path):
+    prepare([texts], tmp_path / "out")
+    # "näive\n" is 7 bytes, "inner" 5, "last\n" 5; each is ended by a 0.
+    assert borders(tmp_path / "out") == [0, 8, 14, 20]
+    tokens = (tmp_path / "out" / TOKENS).read_bytes()
+    assert all(tokens[end - 1] == 0 for end in borders(tmp_path / "out")[1:])
+
+
+def test_a_folder_of_the_first_versions_gets_its_borders_by_preparing_it_again(texts, tmp_path):
+    prepare([texts], tmp_path / "out")
+    (tmp_path / "out" / DOCUMENTS).unlink()
+    assert not prepare([texts], tmp_path / "out").created
+    assert borders(tmp_path / "out") == [0, 8, 14, 20]
+
+
 def test_a_file_that_turns_out_late_not_to_be_text_leaves_no_trace(texts, tmp_path):
     good = prepare([texts], tmp_path / "good")
     (texts / "long.txt").write_bytes(b"text\n" * (corpus.PIECE_BYTES // 4) + b"\xff")
     bad = prepare([texts], tmp_path / "bad")
     assert (tmp_path / "bad" / TOKENS).read_bytes() == (tmp_path / "good" / TOKENS).read_bytes()
     assert bad.skipped == good.skipped + 1
+    assert borders(tmp_path / "bad") == borders(tmp_path / "good")
     verify_tokens(tmp_path / "bad")
 
 
