@@ -1,3 +1,4 @@
+import copy
 from dataclasses import replace
 
 import pytest
