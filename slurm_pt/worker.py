@@ -19,7 +19,6 @@ from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmP
 from slurm_pt.files import read_json
 from slurm_pt.launch.preemption import shield
 from slurm_pt.monitor.progress import record_metrics
-from slurm_pt.plan import split_layers
 from slurm_pt.program import run_program
 from slurm_pt.run import Run
 from slurm_pt.run_dir import open_run
@@ -28,8 +27,8 @@ from slurm_pt.starting import Clock, say, start_run
 
 if TYPE_CHECKING:
     from slurm_pt.training.loop import StepRecord
-    from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
 
 
 def train(cfg: Any) -> dict[str, Any] | None:
@@ -64,17 +63,17 @@ class _Trainer:
     """Our model, optimizer and data, tied to a run."""
 
     config: RunConfig
-    stage: GPTStage
+    model: RankModel
     optimizer: NamedAdamW
     dataset: Any
     last_loss: float | None = None
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, int | None]]:
         """Everything to be saved by its stored name, and the dimension it is split along."""
-        stored, dims = self.stage.checkpoint_names(), self.stage.shard_dims()
+        stored, dims = self.model.checkpoint_names(), self.model.shard_dims()
         tensors: dict[str, Any] = {}
         shard_dims: dict[str, int | None] = {}
-        for name, parameter in self.stage.named_parameters():
+        for name, parameter in self.model.named_parameters():
             tensors[f"model/{stored[name]}"] = parameter.detach()
             shard_dims[f"model/{stored[name]}"] = dims[name]
         for key, moment in self.optimizer.state_tensors().items():
@@ -97,7 +96,7 @@ class _Trainer:
         from slurm_pt.training.loop import train_loop
 
         return train_loop(
-            stage=self.stage,
+            model=self.model,
             optimizer=self.optimizer,
             dataset=self.dataset,
             config=self.config.train,
@@ -146,21 +145,11 @@ class _Trainer:
 def _build(run: Run, config: RunConfig) -> _Trainer:
     """Model shard, optimizer and data of this rank."""
     from slurm_pt.training.data import TokenDataset
-    from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
 
-    groups = run.groups
-    layers = split_layers(config.model.num_layers, groups.layout.pp)[groups.place.pp_rank]
-    stage = GPTStage(
-        config.model,
-        layers=layers,
-        first=groups.first_stage,
-        last=groups.last_stage,
-        groups=groups,
-        dtype=config.train.dtype,
-        seed=config.train.seed,
-    )
-    optimizer = NamedAdamW(dict(stage.named_parameters()), config.train)
+    model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
+    optimizer = NamedAdamW(dict(model.named_parameters()), config.train)
     dataset = TokenDataset(
         _data_folder(run, config),
         seq_len=config.train.seq_len,
@@ -168,7 +157,7 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
         seed=config.train.seed,
         vocab_size=config.model.vocab_size,
     )
-    return _Trainer(config, stage, optimizer, dataset)
+    return _Trainer(config, model, optimizer, dataset)
 
 
 def _data_folder(run: Run, config: RunConfig) -> Path:

@@ -14,6 +14,7 @@ from slurm_pt.config.schema import (
     MonitorConfig,
     ParallelConfig,
     RunConfig,
+    Schedule,
     SlurmConfig,
     TrainConfig,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "MonitorConfig",
     "ParallelConfig",
     "RunConfig",
+    "Schedule",
     "SlurmConfig",
     "TrainConfig",
     "plain_config",

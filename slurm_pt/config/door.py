@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from slurm_pt.config.schema import MISSING, JobConfig, RunConfig
+from slurm_pt.config.schema import MISSING, JobConfig, RunConfig, Schedule
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
 from slurm_pt.errors import ConfigError, Problem, nearest
 
@@ -165,6 +165,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
     if isinstance(config, RunConfig):
         yield from _positive_rules(config)
         yield from _model_rules(config)
+        yield from _stage_rules(config)
         yield from _batch_rules(config)
 
 
@@ -181,6 +182,7 @@ def _job_rules(config: JobConfig) -> typing.Iterator[Problem]:
         ("parallel.tp", config.parallel.tp),
         ("parallel.pp", config.parallel.pp),
         ("parallel.dp", config.parallel.dp),
+        ("parallel.virtual_stages", config.parallel.virtual_stages),
         ("slurm.nodes", config.slurm.nodes),
         ("slurm.cpus_per_task", config.slurm.cpus_per_task),
         ("slurm.array_parallelism", config.slurm.array_parallelism),
@@ -304,8 +306,8 @@ def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
 
 
 def _model_rules(config: RunConfig) -> typing.Iterator[Problem]:
-    model, tp, pp = config.model, config.parallel.tp, config.parallel.pp
-    if min(model.num_heads, model.num_layers, model.hidden_size, tp, pp) < 1:
+    model, tp = config.model, config.parallel.tp
+    if min(model.num_heads, model.num_layers, model.hidden_size, tp) < 1:
         return
     if model.hidden_size % model.num_heads:
         yield Problem(
@@ -326,13 +328,6 @@ def _model_rules(config: RunConfig) -> typing.Iterator[Problem]:
             if key in {"model.ffn_hidden_size", "model.vocab_size"}:
                 fix += f", or {key}={-(-size // tp) * tp}"
             yield Problem("parallel.tp", tp, f"must divide {key}={size}", fix)
-    if pp > model.num_layers:
-        yield Problem(
-            "parallel.pp",
-            pp,
-            f"more stages than model.num_layers={model.num_layers}; each stage needs a layer",
-            f"set parallel.pp={model.num_layers} or less",
-        )
     if config.train.seq_len > model.max_seq_len:
         yield Problem(
             "train.seq_len",
@@ -340,6 +335,71 @@ def _model_rules(config: RunConfig) -> typing.Iterator[Problem]:
             f"longer than model.max_seq_len={model.max_seq_len}",
             f"set train.seq_len={model.max_seq_len} or less, or raise model.max_seq_len",
         )
+
+
+def _stage_rules(config: RunConfig) -> typing.Iterator[Problem]:
+    parallel, num_layers = config.parallel, config.model.num_layers
+    pp, virtual_stages = parallel.pp, parallel.virtual_stages
+    if min(num_layers, pp, virtual_stages) < 1:
+        return
+    if pp > num_layers:
+        yield Problem(
+            "parallel.pp",
+            pp,
+            f"more stages than model.num_layers={num_layers}; each stage needs a layer",
+            f"set parallel.pp={num_layers} or less",
+        )
+        return
+    yield from _schedule_rules(config)
+    stages = pp * virtual_stages
+    if stages > num_layers:
+        fitting = num_layers // pp
+        yield Problem(
+            "parallel.virtual_stages",
+            virtual_stages,
+            f"with parallel.pp={pp} makes {stages} stages, more than model.num_layers={num_layers}",
+            f"set parallel.virtual_stages={fitting}"
+            + (" and parallel.schedule=one_f_one_b" if fitting == 1 else " or less"),
+        )
+    elif parallel.stage_layers is not None:
+        yield from _stage_layers_rules(parallel.stage_layers, stages, config)
+
+
+def _schedule_rules(config: RunConfig) -> typing.Iterator[Problem]:
+    parallel, key = config.parallel, "parallel.virtual_stages"
+    interleaved = parallel.schedule is Schedule.interleaved
+    if interleaved and parallel.pp == 1:
+        yield Problem(
+            "parallel.schedule",
+            parallel.schedule.value,
+            "with parallel.pp=1 there is nothing to interleave",
+            "set parallel.schedule=one_f_one_b and parallel.virtual_stages=1",
+        )
+    elif interleaved and parallel.virtual_stages == 1:
+        rule = "parallel.schedule=interleaved needs 2 or more stages on each rank"
+        yield Problem(key, 1, rule, f"set {key}=2, or parallel.schedule=one_f_one_b")
+    elif not interleaved and parallel.virtual_stages > 1:
+        rule = f"parallel.schedule={parallel.schedule.value} has one stage on each rank"
+        fix = f"set {key}=1, or parallel.schedule=interleaved"
+        yield Problem(key, parallel.virtual_stages, rule, fix)
+
+
+def _stage_layers_rules(
+    sizes: list[int], stages: int, config: RunConfig
+) -> typing.Iterator[Problem]:
+    key, num_layers = "parallel.stage_layers", config.model.num_layers
+    even, left_over = divmod(num_layers, stages)
+    example = [even + (stage < left_over) for stage in range(stages)]
+    fix = f"for example {key}={example}, or null".replace(", ", ",").replace(",or", ", or")
+    if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
+        yield Problem(key, sizes, "numbers of layers, each at least 1", fix)
+    elif len(sizes) != stages:
+        counted = f"parallel.pp={config.parallel.pp} * parallel.virtual_stages="
+        rule = f"{len(sizes)} numbers for {counted}{config.parallel.virtual_stages} = {stages}"
+        yield Problem(key, sizes, f"{rule} stages", fix)
+    elif sum(sizes) != num_layers:
+        rule = f"adds up to {sum(sizes)} layers, not to model.num_layers={num_layers}"
+        yield Problem(key, sizes, rule, fix)
 
 
 def _batch_rules(config: RunConfig) -> typing.Iterator[Problem]:

@@ -8,6 +8,8 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_pt.parallel.groups import all_reduce, start_all_reduce
+from slurm_pt.parallel.weight_gradients import WeightGradients
 
 
 def shard_size(size: int, group: dist.ProcessGroup) -> int:
@@ -39,15 +42,22 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         bias: bool = True,
+        weight_gradients: WeightGradients | None = None,
     ):
         super().__init__()
-        self.group = group
+        self.group, self.weight_gradients = group, weight_gradients
         local = shard_size(out_features, group)
         self.weight = nn.Parameter(torch.empty(local, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out / tp]
-        return column_parallel_linear(x, self.weight, self.bias, group=self.group)
+        return column_parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            group=self.group,
+            weight_gradients=self.weight_gradients,
+        )
 
 
 class RowParallelLinear(nn.Module):
@@ -66,15 +76,20 @@ class RowParallelLinear(nn.Module):
         group: dist.ProcessGroup,
         device: torch.device,
         dtype: torch.dtype,
+        weight_gradients: WeightGradients | None = None,
     ):
         super().__init__()
-        self.group = group
+        self.group, self.weight_gradients = group, weight_gradients
         local = shard_size(in_features, group)
         self.weight = nn.Parameter(torch.empty(out_features, local, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:  # [..., in / tp] -> [..., out]
         weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        if self.weight_gradients is not None:
+            # The input gradient is this rank's own: there is no group to sum it over.
+            output = _linear(x, self.weight, None, None, self.weight_gradients)
+            return reduce_forward(output, group=self.group) + bias
         if self.group.size() == 1:
             return functional.linear(x, weight, bias)
         return reduce_forward(functional.linear(x, weight), group=self.group) + bias
@@ -110,17 +125,36 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def column_parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, group: dist.ProcessGroup
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    *,
+    group: dist.ProcessGroup,
+    weight_gradients: WeightGradients | None = None,
 ) -> Tensor:
     """The product x @ weight.T + bias for this rank's output features; the input gradient is whole.
 
     Weights are cast to the format of x, so float32 weights can serve bfloat16 activations.
     """
-    weight = weight.to(x.dtype)
+    if group.size() == 1 and weight_gradients is None:
+        bias = None if bias is None else bias.to(x.dtype)
+        return functional.linear(x, weight.to(x.dtype), bias)
+    return _linear(x, weight, bias, group, weight_gradients)
+
+
+def _linear(
+    x: Tensor,
+    weight: nn.Parameter,
+    bias: Tensor | None,
+    group: dist.ProcessGroup | None,
+    weight_gradients: WeightGradients | None,
+) -> Tensor:
+    """The product x @ weight.T + bias; its input gradient is summed over the group."""
+    put_off = None if weight_gradients is None else partial(weight_gradients.put_off, weight)
     bias = None if bias is None else bias.to(x.dtype)
-    if group.size() == 1:
-        return functional.linear(x, weight, bias)
-    output: Tensor = _ColumnLinear.apply(x, weight, bias, group)  # type: ignore[no-untyped-call]
+    output: Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
+        x, weight.to(x.dtype), bias, group, put_off
+    )
     return output
 
 
@@ -157,10 +191,15 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: dist.ProcessGroup
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: dist.ProcessGroup | None,
+        put_off: Callable[[Tensor, Tensor], bool] | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.group = bias is not None, group
+        ctx.has_bias, ctx.group, ctx.put_off = bias is not None, group, put_off
         return functional.linear(x, weight, bias)
 
     @staticmethod
@@ -170,13 +209,14 @@ class _ColumnLinear(torch.autograd.Function):
         grad_x = work = None
         if ctx.needs_input_grad[0]:
             grad_x = grad_output @ weight
-            work = start_all_reduce(grad_x, ctx.group)
-        rows = grad_output.flatten(0, -2)
-        grad_weight = rows.t() @ x.flatten(0, -2)
+            work = None if ctx.group is None else start_all_reduce(grad_x, ctx.group)
+        rows, x_rows = grad_output.flatten(0, -2), x.flatten(0, -2)
+        later = ctx.put_off is not None and ctx.put_off(rows, x_rows)
+        grad_weight = None if later else rows.t() @ x_rows
         grad_bias = rows.sum(0) if ctx.has_bias else None
         if work is not None:
             work.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return grad_x, grad_weight, grad_bias, None, None
 
 
 class _ReduceForward(torch.autograd.Function):

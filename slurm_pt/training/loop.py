@@ -25,8 +25,9 @@ from slurm_pt.parallel.data import (
 )
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_pipeline
-from slurm_pt.training.model import GPTStage, MicroBatch
+from slurm_pt.training.model import MicroBatch
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
+from slurm_pt.training.rank_model import RankModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -66,7 +67,7 @@ class LoopEnd:
 
 def train_loop(
     *,
-    stage: GPTStage,
+    model: RankModel,
     optimizer: NamedAdamW,
     dataset: TokenDataset,
     config: TrainConfig,
@@ -84,7 +85,7 @@ def train_loop(
     all ranks with the number of completed steps, between steps only: after the last step, and
     on a stop, saving is the caller's.
     """
-    trainer = _Trainer(stage, optimizer, dataset, config, groups, phase)
+    trainer = _Trainer(model, optimizer, dataset, config, groups, phase)
     for step in range(start_step, config.steps):
         begin = time.perf_counter()
         micro_batches = trainer.micro_batches(step)
@@ -151,25 +152,25 @@ class _Trainer:
 
     def __init__(
         self,
-        stage: GPTStage,
+        model: RankModel,
         optimizer: NamedAdamW,
         dataset: TokenDataset,
         config: TrainConfig,
         groups: ProcessGroups,
         phase: Callable[[str], None],
     ):
-        self.stage, self.optimizer, self.dataset = stage, optimizer, dataset
+        self.model, self.optimizer, self.dataset = model, optimizer, dataset
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
-        self.buckets = GradientBuckets(stage.parameters(), group=groups.dp)
+        self.buckets = GradientBuckets(model.parameters(), group=groups.dp)
         self.counted = counted_parameters(
-            dict(stage.named_parameters()),
-            shard_dims=stage.shard_dims(),
-            copies=stage.tied_copies(),
+            dict(model.named_parameters()),
+            shard_dims=model.shard_dims(),
+            copies=model.tied_copies(),
             groups=groups,
         )
-        shape = (config.micro_batch_size, config.seq_len, stage.config.hidden_size)
-        self.message = Message(shape=shape, dtype=stage.dtype)
+        shape = (config.micro_batch_size, config.seq_len, model.config.hidden_size)
+        self.message = Message(shape=shape, dtype=model.dtype)
 
     def micro_batches(self, step: int) -> list[MicroBatch]:
         """This dp rank's contiguous part of the global batch, cut into micro-batches."""
@@ -185,10 +186,17 @@ class _Trainer:
         """This rank's part of the mean loss; leaves the global batch's gradients in `.grad`."""
         self.phase("forward_backward")
         self.buckets.zero()
-        loss = run_pipeline(self.stage, micro_batches, message=self.message, groups=self.groups)
+        loss = run_pipeline(
+            self.model.chunks,
+            micro_batches,
+            message=self.message,
+            groups=self.groups,
+            schedule=self.model.schedule,
+            weight_gradients=self.model.weight_gradients,
+        )
         self.phase("average")
         self.buckets.average()
-        sum_tied_gradient(self.stage.tied_parameter(), self.groups)
+        sum_tied_gradient(self.model.tied_parameter(), self.groups)
         if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
             loss.zero_()
         return loss / self.groups.layout.dp

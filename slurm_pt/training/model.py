@@ -29,6 +29,7 @@ from slurm_pt.parallel.tensor import (
 
 if TYPE_CHECKING:
     from slurm_pt.parallel.groups import ProcessGroups
+    from slurm_pt.parallel.weight_gradients import WeightGradients
 
 TOKEN_EMBEDDING = "embedding.tokens.weight"  # noqa: S105 (a name, not a secret)
 HEAD = "head.weight"
@@ -81,9 +82,11 @@ class GPTStage(nn.Module):
         groups: ProcessGroups,
         dtype: DType,
         seed: int,
+        weight_gradients: WeightGradients | None = None,
     ):
         super().__init__()
         self.config = config
+        self.weight_gradients = weight_gradients
         self.groups = groups
         self.seed = seed
         self.dtype = compute_dtype(dtype)
@@ -91,7 +94,12 @@ class GPTStage(nn.Module):
         self.embedding = Embedding(config, groups, seed=seed, **kind) if first else None
         # Keyed by the index in the whole model: names are the same in every layout.
         self.layers = nn.ModuleDict(
-            {str(index): Layer(config, index, groups, seed=seed, **kind) for index in layers}
+            {
+                str(index): Layer(
+                    config, index, groups, seed=seed, weight_gradients=weight_gradients, **kind
+                )
+                for index in layers
+            }
         )
         self.final_norm = LayerNorm(config.hidden_size, **kind) if last else None
         tied_here = config.tie_embeddings and first and last
@@ -128,7 +136,11 @@ class GPTStage(nn.Module):
         if head is None:
             raise ValueError("the last stage has lost its head")
         return column_parallel_linear(
-            self.final_norm(hidden), head.weight, None, group=self.groups.tp
+            self.final_norm(hidden),
+            head.weight,
+            None,
+            group=self.groups.tp,
+            weight_gradients=self.weight_gradients,
         )
 
     def shard_dims(self) -> dict[str, int | None]:
@@ -231,16 +243,17 @@ class Layer(nn.Module):
         seed: int,
         device: torch.device,
         dtype: torch.dtype,
+        weight_gradients: WeightGradients | None = None,
     ):
         super().__init__()
         kind: dict[str, Any] = {"device": device, "dtype": dtype}
         self.attention_norm = LayerNorm(config.hidden_size, **kind)
-        self.attention = Attention(config, groups, **kind)
+        self.attention = Attention(config, groups, weight_gradients=weight_gradients, **kind)
         self.attention_dropout = SampleDropout(
             config.dropout, seed=seed, site=f"layers.{index}.attention"
         )
         self.ffn_norm = LayerNorm(config.hidden_size, **kind)
-        self.ffn = FeedForward(config, groups, **kind)
+        self.ffn = FeedForward(config, groups, weight_gradients=weight_gradients, **kind)
         self.ffn_dropout = SampleDropout(config.dropout, seed=seed, site=f"layers.{index}.ffn")
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
@@ -265,16 +278,17 @@ class Attention(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        weight_gradients: WeightGradients | None = None,
     ):
         super().__init__()
         hidden = config.hidden_size
         if hidden % config.num_heads or config.num_heads % groups.layout.tp:
             raise ValueError(f"{config.num_heads} heads do not divide {hidden}, or not over tp")
         self.head_size = hidden // config.num_heads
-        self.qkv = ColumnParallelLinear(
-            hidden, 3 * hidden, group=groups.tp, device=device, dtype=dtype
-        )
-        self.output = RowParallelLinear(hidden, hidden, group=groups.tp, device=device, dtype=dtype)
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        kind |= {"group": groups.tp, "weight_gradients": weight_gradients}
+        self.qkv = ColumnParallelLinear(hidden, 3 * hidden, **kind)
+        self.output = RowParallelLinear(hidden, hidden, **kind)
 
     def forward(self, x: Tensor) -> Tensor:
         fused = self.qkv(x).unflatten(-1, (-1, 3, self.head_size))
@@ -294,11 +308,14 @@ class FeedForward(nn.Module):
         *,
         device: torch.device,
         dtype: torch.dtype,
+        weight_gradients: WeightGradients | None = None,
     ):
         super().__init__()
         hidden, wide = config.hidden_size, config.ffn_size
-        self.up = ColumnParallelLinear(hidden, wide, group=groups.tp, device=device, dtype=dtype)
-        self.down = RowParallelLinear(wide, hidden, group=groups.tp, device=device, dtype=dtype)
+        kind: dict[str, Any] = {"device": device, "dtype": dtype}
+        kind |= {"group": groups.tp, "weight_gradients": weight_gradients}
+        self.up = ColumnParallelLinear(hidden, wide, **kind)
+        self.down = RowParallelLinear(wide, hidden, **kind)
 
     def forward(self, x: Tensor) -> Tensor:
         wide = functional.gelu(self.up(x), approximate="tanh")  # [batch, seq, ffn / tp]

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slurm_pt.config.schema import DType, ModelConfig, TrainConfig
+from slurm_pt.config.schema import DType, ModelConfig, ParallelConfig, Schedule, TrainConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
-from slurm_pt.plan.layout import ParallelLayout, split_layers
+from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset
 from slurm_pt.training.loop import LoopEnd, StepRecord, train_loop
-from slurm_pt.training.model import GPTStage
 from slurm_pt.training.optimizer import NamedAdamW
+from slurm_pt.training.rank_model import RankModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,6 +45,18 @@ VARIANTS = {
 }
 
 
+ONE_F_ONE_B = ParallelConfig()
+"""What `build` needs of it: tp, pp and dp come from the groups."""
+PIPELINES = {
+    "interleaved": ParallelConfig(schedule=Schedule.interleaved, virtual_stages=2),
+    "zero_bubble": ParallelConfig(schedule=Schedule.zero_bubble),
+    "uneven interleaved": ParallelConfig(
+        schedule=Schedule.interleaved, virtual_stages=2, stage_layers=[1, 2, 1, 1]
+    ),
+}
+"""Names of variants (of the tied model) for layouts with two stages."""
+
+
 def never() -> bool:
     return False
 
@@ -57,17 +69,13 @@ def groups_of(layout: ParallelLayout) -> ProcessGroups:
     return create_groups(layout, rank=dist.get_rank(), device=torch.device("cpu"), timeout_s=120.0)
 
 
-def build(model: ModelConfig, train: TrainConfig, groups: ProcessGroups) -> GPTStage:
-    layers = split_layers(model.num_layers, groups.layout.pp)[groups.place.pp_rank]
-    return GPTStage(
-        model,
-        layers=layers,
-        first=groups.first_stage,
-        last=groups.last_stage,
-        groups=groups,
-        dtype=train.dtype,
-        seed=train.seed,
-    )
+def build(
+    model: ModelConfig,
+    train: TrainConfig,
+    groups: ProcessGroups,
+    parallel: ParallelConfig = ONE_F_ONE_B,
+) -> RankModel:
+    return RankModel(model, parallel=parallel, train=train, groups=groups)
 
 
 def dataset_of(folder: Path, model: ModelConfig, config: TrainConfig) -> TokenDataset:
@@ -87,13 +95,13 @@ def train(
     groups: ProcessGroups,
     *,
     stop_requested: Callable[[], bool] = never,
-) -> tuple[GPTStage, NamedAdamW, list[StepRecord], LoopEnd]:
+) -> tuple[RankModel, NamedAdamW, list[StepRecord], LoopEnd]:
     """A run from the start: the stage and optimizer as they end, its records and its end."""
     stage = build(model, config, groups)
     optimizer = NamedAdamW(dict(stage.named_parameters()), config)
     records: list[StepRecord] = []
     end = train_loop(
-        stage=stage,
+        model=stage,
         optimizer=optimizer,
         dataset=dataset_of(folder, model, config),
         config=config,
@@ -154,7 +162,7 @@ def stops(folder: Path, layout: tuple[int, int, int], runs: int) -> list[tuple[i
     return found
 
 
-def state_of(stage: GPTStage, optimizer: NamedAdamW) -> dict[str, torch.Tensor]:
+def state_of(stage: RankModel, optimizer: NamedAdamW) -> dict[str, torch.Tensor]:
     return {**dict(stage.named_parameters()), **optimizer.state_tensors()}
 
 
@@ -168,7 +176,7 @@ def resumes(folder: Path, layout: tuple[int, int, int]) -> dict[str, bool]:
     saved: dict[str, torch.Tensor] = {}
     saved_at: list[int] = []
 
-    def save(step: int, stage: GPTStage, optimizer: NamedAdamW) -> None:
+    def save(step: int, stage: RankModel, optimizer: NamedAdamW) -> None:
         saved_at.append(step)
         tensors = state_of(stage, optimizer)
         saved.update({name: value.detach().clone() for name, value in tensors.items()})
@@ -192,7 +200,7 @@ def resumes(folder: Path, layout: tuple[int, int, int]) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Run:
-    stage: GPTStage
+    stage: RankModel
     optimizer: NamedAdamW
     curve: list[tuple[int, float, float, float]]
 
@@ -203,7 +211,7 @@ def _run(
     config: TrainConfig,
     groups: ProcessGroups,
     *,
-    save: Callable[[int, GPTStage, NamedAdamW], None] | None = None,
+    save: Callable[[int, RankModel, NamedAdamW], None] | None = None,
     save_at: int = 0,
     start_step: int = 0,
     saved: dict[str, torch.Tensor] | None = None,
@@ -222,7 +230,7 @@ def _run(
         return next(asked) == save_at
 
     train_loop(
-        stage=stage,
+        model=stage,
         optimizer=optimizer,
         dataset=dataset_of(folder, model, config),
         config=config,
@@ -237,7 +245,7 @@ def _run(
     return Run(stage, optimizer, [(r.step, r.loss, r.grad_norm, r.lr) for r in records])
 
 
-def copies_are_equal(stage: GPTStage, groups: ProcessGroups) -> bool:
+def copies_are_equal(stage: RankModel, groups: ProcessGroups) -> bool:
     """Whether both copies of the tied embedding hold the same bits (True on other ranks)."""
     tied = stage.tied_parameter()
     if tied is None or groups.embedding is None:
