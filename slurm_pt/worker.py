@@ -70,17 +70,9 @@ class _Trainer:
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, int | None]]:
         """Everything to be saved by its stored name, and the dimension it is split along."""
-        stored, dims = self.model.checkpoint_names(), self.model.shard_dims()
-        tensors: dict[str, Any] = {}
-        shard_dims: dict[str, int | None] = {}
-        for name, parameter in self.model.named_parameters():
-            tensors[f"model/{stored[name]}"] = parameter.detach()
-            shard_dims[f"model/{stored[name]}"] = dims[name]
-        for key, moment in self.optimizer.state_tensors().items():
-            kind, _, name = key.partition("/")
-            tensors[f"optimizer/{kind}/{stored[name]}"] = moment
-            shard_dims[f"optimizer/{kind}/{stored[name]}"] = dims[name]
-        return tensors, shard_dims
+        from slurm_pt.training.rank_model import stored_tensors
+
+        return stored_tensors(self.model, self.optimizer)
 
     def resume(self, run: Run) -> int:
         """The step to go on from; 0 for a run that has no checkpoint yet."""

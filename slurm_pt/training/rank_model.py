@@ -17,9 +17,10 @@ from slurm_pt.training.model import GPTStage
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import nn
+    from torch import Tensor, nn
 
     from slurm_pt.parallel.groups import ProcessGroups
+    from slurm_pt.training.optimizer import NamedAdamW
 
 
 class RankModel:
@@ -89,3 +90,23 @@ class RankModel:
         """This rank's copy of a token embedding that two ranks hold; None if none does."""
         copies = [chunk.tied_parameter() for chunk in self.chunks]
         return next((copy for copy in copies if copy is not None), None)
+
+
+def stored_tensors(
+    model: RankModel, optimizer: NamedAdamW
+) -> tuple[dict[str, Tensor], dict[str, int | None]]:
+    """Everything to be saved by its stored name, and the dimension it is split along over tp.
+
+    The names are the same in every layout and for every schedule.
+    """
+    stored, dims = model.checkpoint_names(), model.shard_dims()
+    tensors: dict[str, Tensor] = {}
+    shard_dims: dict[str, int | None] = {}
+    for name, parameter in model.named_parameters():
+        tensors[f"model/{stored[name]}"] = parameter.detach()
+        shard_dims[f"model/{stored[name]}"] = dims[name]
+    for key, moment in optimizer.state_tensors().items():
+        kind, _, name = key.partition("/")
+        tensors[f"optimizer/{kind}/{stored[name]}"] = moment
+        shard_dims[f"optimizer/{kind}/{stored[name]}"] = dims[name]
+    return tensors, shard_dims

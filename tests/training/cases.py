@@ -94,10 +94,11 @@ def train(
     config: TrainConfig,
     groups: ProcessGroups,
     *,
+    parallel: ParallelConfig = ONE_F_ONE_B,
     stop_requested: Callable[[], bool] = never,
 ) -> tuple[RankModel, NamedAdamW, list[StepRecord], LoopEnd]:
     """A run from the start: the stage and optimizer as they end, its records and its end."""
-    stage = build(model, config, groups)
+    stage = build(model, config, groups, parallel)
     optimizer = NamedAdamW(dict(stage.named_parameters()), config)
     records: list[StepRecord] = []
     end = train_loop(
@@ -129,8 +130,9 @@ def curves(
         groups = groups_of(ParallelLayout(*layout))
         found[layout] = {}
         for name in names:
-            model, config = VARIANTS[name]
-            _, _, records, _ = train(folder, model, config, groups)
+            model, config = VARIANTS[name if name in VARIANTS else "tied"]
+            parallel = PIPELINES.get(name, ONE_F_ONE_B)
+            _, _, records, _ = train(folder, model, config, groups, parallel=parallel)
             found[layout][name] = [r.loss for r in records], [r.grad_norm for r in records]
         groups.close()
     return found
