@@ -174,26 +174,24 @@ def run_loop(folder: Path, *, delay_s: float, prefetch: int) -> tuple[list[float
     """Seconds of each step, and of its wait for tokens."""
     import torch
 
-    from slurm_pt.config.schema import ModelConfig, TrainConfig
+    from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
     from slurm_pt.parallel.groups import create_groups
     from slurm_pt.plan.layout import ParallelLayout
     from slurm_pt.training.loop import StepRecord, train_loop
-    from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
 
     model = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=256, max_seq_len=64)
     train = TrainConfig(steps=STEPS, global_batch_size=4, micro_batch_size=2, seq_len=64)
     layout = ParallelLayout(tp=1, pp=1, dp=1)
     groups = create_groups(layout, rank=0, device=torch.device("cpu"), timeout_s=60.0)
-    stage = GPTStage(
-        model, layers=range(2), first=True, last=True, groups=groups, dtype=train.dtype, seed=0
-    )
+    held = RankModel(model, parallel=ParallelConfig(), train=train, groups=groups)
     data = SlowDataset(folder / "bytes", seq_len=64, global_batch_size=4, vocab_size=256, seed=0)
     data.delay_s = delay_s
     records: list[StepRecord] = []
     train_loop(
-        stage=stage,
-        optimizer=NamedAdamW(dict(stage.named_parameters()), train),
+        model=held,
+        optimizer=NamedAdamW(dict(held.named_parameters()), train),
         dataset=data,
         config=train,
         groups=groups,

@@ -19,7 +19,6 @@ from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmP
 from slurm_pt.files import read_json
 from slurm_pt.launch.preemption import shield
 from slurm_pt.monitor.progress import record_metrics, render_rate
-from slurm_pt.plan import split_layers
 from slurm_pt.program import run_program
 from slurm_pt.run import Run
 from slurm_pt.run_dir import open_run
@@ -29,8 +28,8 @@ from slurm_pt.starting import Clock, say, start_run
 if TYPE_CHECKING:
     from slurm_pt.parallel.shard import Shard
     from slurm_pt.training.loop import StepRecord
-    from slurm_pt.training.model import GPTStage
     from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
 
 
 NOTABLE_WAIT = 0.1
@@ -72,23 +71,16 @@ class _Trainer:
     """Our model, optimizer and data, tied to a run."""
 
     config: RunConfig
-    stage: GPTStage
+    model: RankModel
     optimizer: NamedAdamW
     dataset: Any
     last_loss: float | None = None
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, Shard]]:
         """Everything to be saved by its stored name, and which part of the whole it is."""
-        held = {"model": {name: p.detach() for name, p in self.stage.named_parameters()}}
-        for kind, moments in self.optimizer.state().items():
-            held[f"optimizer/{kind}"] = moments
-        tensors: dict[str, Any] = {}
-        shards: dict[str, Shard] = {}
-        for piece in self.stage.pieces():
-            for kind, by_parameter in held.items():
-                tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
-                shards[f"{kind}/{piece.stored}"] = piece.shard
-        return tensors, shards
+        from slurm_pt.training.rank_model import stored_tensors
+
+        return stored_tensors(self.model, self.optimizer)
 
     def resume(self, run: Run) -> int:
         """The step to go on from; 0 for a run that has no checkpoint yet."""
@@ -108,7 +100,7 @@ class _Trainer:
         from slurm_pt.training.loop import train_loop
 
         return train_loop(
-            stage=self.stage,
+            model=self.model,
             optimizer=self.optimizer,
             dataset=self.dataset,
             config=self.config.train,
@@ -162,22 +154,12 @@ class _Trainer:
 
 def _build(run: Run, config: RunConfig) -> _Trainer:
     """Model shard, optimizer and data of this rank."""
-    from slurm_pt.parallel.tensor import TensorAxis
     from slurm_pt.training.data import TokenDataset
-    from slurm_pt.training.model import GPTStage, StageSpan
     from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
 
-    groups = run.groups
-    layers = split_layers(config.model.num_layers, groups.layout.pp)[groups.place.pp_rank]
-    stage = GPTStage(
-        config.model,
-        StageSpan(layers, first=groups.first_stage, last=groups.last_stage),
-        axis=TensorAxis.of(groups, sequence=config.parallel.sequence),
-        device=groups.device,
-        dtype=config.train.dtype,
-        seed=config.train.seed,
-    )
-    optimizer = NamedAdamW(dict(stage.named_parameters()), config.train)
+    model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
+    optimizer = NamedAdamW(dict(model.named_parameters()), config.train)
     dataset = TokenDataset(
         _data_paths(run, config),
         seq_len=config.train.seq_len,
@@ -189,7 +171,7 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     )
     if config.train.eval_interval is not None:
         dataset.check_validation(config.train.eval_batches)
-    return _Trainer(config, stage, optimizer, dataset)
+    return _Trainer(config, model, optimizer, dataset)
 
 
 def _data_paths(run: Run, config: RunConfig) -> Path | dict[Path, float]:

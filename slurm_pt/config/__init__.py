@@ -15,6 +15,7 @@ from slurm_pt.config.schema import (
     MonitorConfig,
     ParallelConfig,
     RunConfig,
+    Schedule,
     SlurmConfig,
     TrainConfig,
 )
@@ -30,6 +31,7 @@ __all__ = [
     "MonitorConfig",
     "ParallelConfig",
     "RunConfig",
+    "Schedule",
     "SlurmConfig",
     "TrainConfig",
     "plain_config",

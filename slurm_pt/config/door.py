@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
+from slurm_pt.config.stage_rules import stage_rules
 from slurm_pt.errors import ConfigError, Problem, nearest
 
 _C = TypeVar("_C")
@@ -189,6 +190,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
     if isinstance(config, RunConfig):
         yield from _positive_rules(config)
         yield from model_rules(config)
+        yield from stage_rules(config)
         yield from _batch_rules(config)
         yield from _data_rules(config)
 
@@ -206,6 +208,7 @@ def _job_rules(config: JobConfig) -> typing.Iterator[Problem]:
         ("parallel.tp", config.parallel.tp),
         ("parallel.pp", config.parallel.pp),
         ("parallel.dp", config.parallel.dp),
+        ("parallel.virtual_stages", config.parallel.virtual_stages),
         ("slurm.nodes", config.slurm.nodes),
         ("slurm.cpus_per_task", config.slurm.cpus_per_task),
         ("slurm.array_parallelism", config.slurm.array_parallelism),

@@ -11,9 +11,9 @@ from slurm_pt.errors import Problem
 
 def model_rules(config: RunConfig) -> Iterator[Problem]:
     """Every broken rule of the model and its split."""
-    model, parallel = config.model, config.parallel
+    model = config.model
     sizes = (model.num_heads, model.num_layers, model.hidden_size, model.kv_heads)
-    if min(*sizes, parallel.tp, parallel.pp) < 1:
+    if min(*sizes, config.parallel.tp) < 1:
         if model.kv_heads < 1:
             fix = "set it to model.num_heads or a divisor of it, or null"
             yield Problem("model.num_kv_heads", model.kv_heads, "must be at least 1", fix)
@@ -21,13 +21,6 @@ def model_rules(config: RunConfig) -> Iterator[Problem]:
     yield from _head_rules(model)
     yield from _rotary_rules(model)
     yield from _tensor_rules(config)
-    if parallel.pp > model.num_layers:
-        yield Problem(
-            "parallel.pp",
-            parallel.pp,
-            f"more stages than model.num_layers={model.num_layers}; each stage needs a layer",
-            f"set parallel.pp={model.num_layers} or less",
-        )
     if config.train.seq_len > model.max_seq_len:
         yield Problem(
             "train.seq_len",

@@ -71,6 +71,15 @@ class Bias(Enum):
     none = "none"
 
 
+class Schedule(Enum):
+    """In which order a pipeline runs its micro-batches."""
+
+    one_f_one_b = "one_f_one_b"
+    gpipe = "gpipe"
+    interleaved = "interleaved"
+    zero_bubble = "zero_bubble"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A causal pre-norm transformer. The defaults are GPT-2's; presets show Llama's and Qwen's."""
@@ -140,13 +149,19 @@ class ParallelConfig:
     tp: int = 1
     """Tensor-parallel degree: ranks that share each layer."""
     pp: int = 1
-    """Pipeline-parallel degree: number of stages."""
+    """Pipeline-parallel degree: ranks that hold the layers one after another."""
     dp: int | None = None
     """Data-parallel degree: copies of the model; null: what slurm.nodes leaves, or 1."""
     sequence: bool = False
     """Sequence parallelism: tensor ranks also split norms, dropout and residuals, by position."""
     allow_tp_across_nodes: bool = False
     """Let a tensor group span nodes (slow links; for the adventurous)."""
+    schedule: Schedule = Schedule.one_f_one_b
+    """Order of the micro-batches: one_f_one_b, gpipe, interleaved or zero_bubble (ZB-H1)."""
+    virtual_stages: int = 1
+    """Pieces of the model on each pipeline rank, 2 or more with schedule=interleaved, else 1."""
+    stage_layers: list[int] | None = None
+    """Layers of each of the pp * virtual_stages stages, in order; null: as even as can be."""
 
 
 @dataclass(frozen=True)

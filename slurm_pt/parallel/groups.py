@@ -28,7 +28,9 @@ class ProcessGroups:
     tp: dist.ProcessGroup
     """The ranks that share this rank's layers."""
     pp: dist.ProcessGroup
-    """The ranks of this rank's pipeline."""
+    """The ranks of this rank's pipeline; activations go through it."""
+    pp_backward: dist.ProcessGroup
+    """The same ranks; gradients go through it."""
     dp: dist.ProcessGroup
     """The ranks that hold the same weights."""
     kv: dist.ProcessGroup
@@ -42,15 +44,17 @@ class ProcessGroups:
 
     @property
     def first_stage(self) -> bool:
+        """Whether this rank is the first of its pipeline: it holds the first chunk of all."""
         return self.place.pp_rank == 0
 
     @property
     def last_stage(self) -> bool:
+        """Whether this rank is the last of its pipeline: it holds the last chunk of all."""
         return self.place.pp_rank == self.layout.pp - 1
 
     def close(self) -> None:
         """Destroy the groups that `create_groups` made, and leave the default one alone."""
-        made = {self.tp, self.pp, self.dp, self.kv, self.background}
+        made = {self.tp, self.pp, self.pp_backward, self.dp, self.kv, self.background}
         if self.embedding is not None:
             made.add(self.embedding)
         for group in made:
@@ -91,6 +95,7 @@ def create_groups(
     pipelines = [layout.pp_ranks(member) for member in everyone]
     tp = mine([layout.tp_ranks(member) for member in everyone]) if layout.tp > 1 else None
     pp = mine(pipelines) if layout.pp > 1 else None
+    pp_backward = mine(pipelines) if layout.pp > 1 else None
     dp = mine([layout.dp_ranks(member) for member in everyone]) if layout.dp > 1 else None
     ends = [(ranks[0], ranks[-1]) for ranks in pipelines]
     sharing = layout.tp // min(layout.tp, kv_heads or layout.tp)
@@ -104,6 +109,7 @@ def create_groups(
         world=world,
         tp=tp or alone,
         pp=pp or alone,
+        pp_backward=pp_backward or alone,
         dp=dp or alone,
         kv=kv or alone,
         embedding=mine(ends) if layout.pp > 1 else None,
@@ -127,7 +133,9 @@ def _connect(groups: ProcessGroups) -> None:
     A batch of sends and receives must not be a group's first operation unless all its ranks take
     part in it (documentation of torch.distributed.batch_isend_irecv).
     """
-    for group in (groups.world, groups.tp, groups.pp, groups.dp, groups.kv, groups.embedding):
+    pipeline = (groups.pp, groups.pp_backward)
+    others = (groups.tp, groups.dp, groups.kv, groups.embedding)
+    for group in (groups.world, *pipeline, *others):
         if group is not None:
             all_reduce(torch.zeros(1, device=groups.device), group)
 

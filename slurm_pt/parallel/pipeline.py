@@ -1,12 +1,18 @@
-"""Carries out a pipeline schedule: forward and backward passes, and the messages between stages.
+"""Carries out a pipeline schedule: the passes of this rank, and the messages between stages.
 
-Every message has the same shape, known beforehand, so nothing is negotiated. Dead-lock free:
-what a stage sends after one action and what it receives for the next are posted together, and
-a stage only ever waits for what it receives; messages between two stages keep their order.
+What to do, and when to post which end of which message, is `plan.schedule_messages`' program of
+this rank; why that order cannot dead-lock is told there. Every message has the same shape, known
+beforehand, so nothing is negotiated. A rank waits only for what it receives: what it sends is
+waited for at the end. Messages between two ranks keep their order, by which they are told apart.
+
+Activations and gradients go through process groups of their own: on one NCCL communicator, whose
+operations run one after the other, each would wait for messages the other way.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,14 +21,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from slurm_pt.plan.schedule import Action, Pass, one_f_one_b
+from slurm_pt.config.schema import Schedule
+from slurm_pt.parallel.weight_gradients import WeightGradients
+from slurm_pt.plan.schedule import Action, Pass
+from slurm_pt.plan.schedule_messages import Program, Transfer, forward_programs, programs
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from slurm_pt.parallel.groups import ProcessGroups
 
 MicroBatchT = TypeVar("MicroBatchT")
+Chunk = Callable[[Tensor | None, MicroBatchT], Tensor]
+"""The forward pass of one chunk: takes what the stage before sent (None on the first stage) and a
+micro-batch; gives what the next stage needs, or on the last stage the micro-batch's mean loss."""
 
 
 @dataclass(frozen=True)
@@ -34,57 +44,80 @@ class Message:
 
 
 def run_pipeline(
-    forward: Callable[[Tensor | None, MicroBatchT], Tensor],
+    chunks: Sequence[Chunk[MicroBatchT]],
+    micro_batches: Sequence[MicroBatchT],
+    *,
+    message: Message,
+    groups: ProcessGroups,
+    schedule: Schedule = Schedule.one_f_one_b,
+    weight_gradients: WeightGradients | None = None,
+) -> Tensor:
+    """The mean loss of the micro-batches, and its gradient added to the parameters' `.grad`.
+
+    `chunks` are this rank's, first one first; chunk c of pipeline rank r is stage c * pp + r. The
+    loss is a float64 scalar; 0 on all ranks but that of the last stage. With one stage this is
+    plain gradient accumulation. `weight_gradients` is the object that the chunks' layers were
+    made with; without it, zero_bubble's weight passes are empty.
+
+    Raises ValueError for several chunks without the interleaved schedule.
+    """
+    program = programs(
+        schedule,
+        pp=groups.layout.pp,
+        num_microbatches=len(micro_batches),
+        virtual_stages=len(chunks),
+    )[groups.place.pp_rank]
+    passes = _Passes(chunks, micro_batches, groups, weight_gradients or WeightGradients())
+    links = _Links(program, message, groups)
+    for step in program.steps:
+        for transfer in step.posts:
+            links.post(transfer)
+        action = step.action
+        if action is None:
+            break
+        if action.kind is Pass.forward:
+            links.offer(action, passes.forward(action, links.take(action)))
+        elif action.kind is Pass.weight_gradient:
+            passes.weight_gradient(action)
+        else:
+            links.offer(action, passes.backward(action, links.take(action)))
+    links.finish()
+    return passes.loss
+
+
+@torch.no_grad()
+def run_forward_pipeline(
+    chunks: Sequence[Chunk[MicroBatchT]],
     micro_batches: Sequence[MicroBatchT],
     *,
     message: Message,
     groups: ProcessGroups,
 ) -> Tensor:
-    """The mean loss of the micro-batches, and its gradient added to the parameters' `.grad`.
-
-    `forward` takes what the stage before sent (None on the first stage) and a micro-batch; it
-    gives what the next stage needs, or on the last stage the micro-batch's mean loss. The loss
-    is a float64 scalar; 0 on all stages but the last. With one stage this is plain gradient
-    accumulation.
-    """
-    stages, stage = groups.layout.pp, groups.place.pp_rank
-    actions = one_f_one_b(stage=stage, stages=stages, num_microbatches=len(micro_batches))
-    links = _Links(message, groups)
+    """The mean loss of the micro-batches, as `run_pipeline` gives it; no gradients."""
+    program = forward_programs(
+        pp=groups.layout.pp, num_microbatches=len(micro_batches), virtual_stages=len(chunks)
+    )[groups.place.pp_rank]
+    links = _Links(program, message, groups)
     share = 1.0 / len(micro_batches)
     loss = torch.zeros((), dtype=torch.float64, device=groups.device)
-    in_flight: dict[int, _InFlight] = {}
-    outgoing: Tensor | None = None
-    previous: Action | None = None
-    for action in actions:
-        received = links.exchange(previous, outgoing, following=action)
-        if action.kind is Pass.forward:
-            if received is not None:
-                received.requires_grad_()
-            output = forward(received, micro_batches[action.microbatch])
-            loss_grad = torch.full_like(output, share) if groups.last_stage else None
-            if groups.last_stage:
-                loss += output.detach() * share
-            # The edge into the graph is all that backward needs: the output itself is freed as
-            # soon as it is sent, and not kept for the micro-batches in flight.
-            edge = get_gradient_edge(output)
-            in_flight[action.microbatch] = _InFlight(received, edge, loss_grad)
-            outgoing = output.detach()
-            del output
+    for step in program.steps:
+        for transfer in step.posts:
+            links.post(transfer)
+        if step.action is None:
+            break
+        entered = links.take(step.action)
+        output = chunks[step.action.chunk](entered, micro_batches[step.action.microbatch])
+        if groups.last_stage and step.action.chunk == len(chunks) - 1:
+            loss += output * share
         else:
-            pending = in_flight.pop(action.microbatch)
-            output_grad = pending.loss_grad if received is None else received
-            torch.autograd.backward((pending.edge,), (output_grad,))
-            outgoing = None if pending.entered is None else pending.entered.grad
-            del pending
-        previous = action
-    links.exchange(previous, outgoing, following=None)
+            links.offer(step.action, output)
     links.finish()
     return loss
 
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A micro-batch between its forward and its backward pass through this stage."""
+    """A micro-batch between its forward and its backward pass through a chunk."""
 
     entered: Tensor | None
     """What the stage before sent, and where its gradient will gather; None on the first stage."""
@@ -93,64 +126,111 @@ class _InFlight:
     """d(mean loss) / d(this micro-batch's loss); None on all stages but the last."""
 
 
-class _Links:
-    """The messages with the stages before and after this one."""
+class _Passes:
+    """The computations of this rank."""
 
-    def __init__(self, message: Message, groups: ProcessGroups):
-        ranks = groups.layout.pp_ranks(groups.rank)
-        stage = groups.place.pp_rank
-        self.message = message
-        self.groups = groups
-        self.before = None if groups.first_stage else ranks[stage - 1]
-        self.after = None if groups.last_stage else ranks[stage + 1]
+    def __init__(
+        self,
+        chunks: Sequence[Chunk[MicroBatchT]],
+        micro_batches: Sequence[MicroBatchT],
+        groups: ProcessGroups,
+        weight_gradients: WeightGradients,
+    ):
+        self.chunks, self.micro_batches = chunks, micro_batches
+        self.last_chunk = len(chunks) - 1 if groups.last_stage else None
+        self.weight_gradients = weight_gradients
+        self.loss = torch.zeros((), dtype=torch.float64, device=groups.device)
+        self.in_flight: dict[tuple[int, int], _InFlight] = {}
+        self.put_off: dict[tuple[int, int], list[Callable[[], None]]] = {}
+
+    def forward(self, action: Action, entered: Tensor | None) -> Tensor | None:
+        """What the next stage needs; None on the last stage."""
+        if entered is not None:
+            entered.requires_grad_()
+        output = self.chunks[action.chunk](entered, self.micro_batches[action.microbatch])
+        # The edge into the graph is all that backward needs: the output itself is freed as soon
+        # as it is sent, and not kept for the micro-batches in flight.
+        edge = get_gradient_edge(output)
+        loss_grad = None
+        if action.chunk == self.last_chunk:
+            share = 1.0 / len(self.micro_batches)
+            self.loss += output.detach() * share
+            loss_grad = torch.full_like(output, share)
+        self.in_flight[action.chunk, action.microbatch] = _InFlight(entered, edge, loss_grad)
+        return output.detach() if loss_grad is None else None
+
+    def backward(self, action: Action, output_grad: Tensor | None) -> Tensor | None:
+        """The gradient for the stage before; None on the first stage."""
+        pending = self.in_flight.pop((action.chunk, action.microbatch))
+        if output_grad is None:
+            output_grad = pending.loss_grad
+        if action.kind is Pass.input_gradient:
+            with self.weight_gradients.collect() as put_off:
+                torch.autograd.backward((pending.edge,), (output_grad,))
+            self.put_off[action.chunk, action.microbatch] = put_off
+        else:
+            torch.autograd.backward((pending.edge,), (output_grad,))
+        return None if pending.entered is None else pending.entered.grad
+
+    def weight_gradient(self, action: Action) -> None:
+        """What the input pass of the same chunk and micro-batch put off."""
+        put_off = deque(self.put_off.pop((action.chunk, action.microbatch)))
+        while put_off:
+            put_off.popleft()()  # and its inputs are freed before the next one runs
+
+
+class _Links:
+    """The messages with the other ranks of this pipeline."""
+
+    def __init__(self, program: Program, message: Message, groups: ProcessGroups):
+        self.local = program.local
+        self.message, self.device = message, groups.device
+        self.ranks = groups.layout.pp_ranks(groups.rank)
+        self.group_of = {False: groups.pp, True: groups.pp_backward}
+        self.ready: dict[Action, Tensor] = {}  # made here, to be sent
+        self.entering: dict[Action, tuple[dist.Work | None, Tensor]] = {}
         self.sending: list[tuple[dist.Work, Tensor]] = []  # a tensor must live until it is sent
 
-    def exchange(
-        self, done: Action | None, outgoing: Tensor | None, *, following: Action | None
-    ) -> Tensor | None:
-        """What the next action needs from its neighbour; sends what the last one made.
+    def post(self, transfer: Transfer) -> None:
+        """Start one end of a message, and wait for nothing.
 
-        None if the next action needs nothing: a forward pass on the first stage, a backward
-        pass on the last one.
+        Each operation is a batch of its own, so that NCCL gives each a handle of its own, and
+        carries it out on the group's communicator: a bare isend would connect the pair first, and
+        that waits for the peer.
         """
-        destination = None if done is None else self._neighbour(done, incoming=False)
-        source = None if following is None else self._neighbour(following, incoming=True)
-        operations: list[dist.P2POp] = []
-        group = self.groups.pp
-        if destination is not None and outgoing is not None:
-            outgoing = outgoing.contiguous()
-            operations.append(dist.P2POp(dist.isend, outgoing, destination, group))
-        received = None
-        if source is not None:
-            received = torch.empty(
-                self.message.shape, dtype=self.message.dtype, device=self.groups.device
-            )
-            operations.append(dist.P2POp(dist.irecv, received, source, group))
-        if operations:
-            self._post(operations)
-        return received
+        if transfer.sends:
+            tensor = self.ready.pop(transfer.action)
+        else:
+            tensor = torch.empty(self.message.shape, dtype=self.message.dtype, device=self.device)
+        operation: Callable[..., dist.Work | None] = dist.isend if transfer.sends else dist.irecv
+        group = self.group_of[transfer.goes_back]
+        end = dist.P2POp(operation, tensor, self.ranks[transfer.peer], group)
+        (work,) = dist.batch_isend_irecv([end])
+        if transfer.sends:
+            self.sending = [pair for pair in self.sending if not pair[0].is_completed()]
+            self.sending.append((work, tensor))
+        else:
+            self.entering[transfer.action] = work, tensor
+
+    def take(self, action: Action) -> Tensor | None:
+        """What an action needs from another stage, once it is there; None if it needs nothing."""
+        work, tensor = self.entering.pop(action, (None, None))
+        if work is not None:
+            work.wait()
+        return tensor
+
+    def offer(self, action: Action, output: Tensor | None) -> None:
+        """Keep what an action made until it is posted; hand it on if this rank needs it itself."""
+        if output is None:
+            return
+        if action in self.local:
+            chunk = action.chunk + (-1 if action.kind.goes_back else 1)
+            self.entering[Action(action.kind, action.microbatch, chunk)] = None, output
+        else:
+            self.ready[action] = output.contiguous()
 
     def finish(self) -> None:
         """Wait until all that was sent has left."""
         for work, _ in self.sending:
             work.wait()
         self.sending.clear()
-
-    def _neighbour(self, action: Action, *, incoming: bool) -> int | None:
-        """The rank that an action's input comes from, or that its output goes to."""
-        from_before = (action.kind is Pass.forward) == incoming
-        return self.before if from_before else self.after
-
-    def _post(self, operations: list[dist.P2POp]) -> None:
-        """Start the operations together; wait for what is received, not for what is sent."""
-        self.sending = [(work, tensor) for work, tensor in self.sending if not work.is_completed()]
-        works = dist.batch_isend_irecv(operations)
-        if len(works) != len(operations):  # NCCL gives one handle for the whole batch
-            for work in works:
-                work.wait()
-            return
-        for operation, work in zip(operations, works, strict=True):
-            if operation.op is dist.isend:
-                self.sending.append((work, operation.tensor))
-            else:
-                work.wait()

@@ -24,6 +24,7 @@ from torch.nn import functional
 
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
 from slurm_pt.parallel.shard import WHOLE, Shard
+from slurm_pt.parallel.weight_gradients import WeightGradients, add_weight_gradient
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,20 @@ class TensorAxis:
     """Not used while tp is 1: a model on one rank needs no torch.distributed."""
     sequence: bool = False
     """Between the blocks each rank holds its part of the sequence."""
+    weight_gradients: WeightGradients | None = None
+    """Asked by each layer's backward pass whether its weight gradient is to come later."""
 
     @classmethod
-    def of(cls, groups: ProcessGroups, *, sequence: bool = False) -> TensorAxis:
-        return cls(groups.layout.tp, groups.place.tp_rank, groups.tp, sequence)
+    def of(
+        cls,
+        groups: ProcessGroups,
+        *,
+        sequence: bool = False,
+        weight_gradients: WeightGradients | None = None,
+    ) -> TensorAxis:
+        """The axis of a rank of a job."""
+        tp, tp_rank = groups.layout.tp, groups.place.tp_rank
+        return cls(tp, tp_rank, groups.tp, sequence, weight_gradients)
 
     @property
     def peers(self) -> dist.ProcessGroup:
@@ -158,8 +169,9 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [seq, batch, in / tp] -> [seq (/ tp), batch, out]
         if self.axis.tp == 1:
-            return linear(x, self.weight, self.bias)
-        output = sum_over_ranks(linear(x, self.weight, None), axis=self.axis)
+            return linear(x, self.weight, self.bias, axis=self.axis)
+        output = linear(x, self.weight, None, axis=self.axis)
+        output = sum_over_ranks(output, axis=self.axis)
         return output if self.bias is None else output + self.bias.to(x.dtype)
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
@@ -197,9 +209,9 @@ class VocabParallelEmbedding(nn.Module):
         return [StoredPart(parameter, slice(None), self.axis.shard(0))]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product x @ weight.T + bias, nothing split; the weight gradient goes to its buffer."""
-    output: Tensor = _Linear.apply(x, weight, bias)  # type: ignore[no-untyped-call]
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: TensorAxis) -> Tensor:
+    """The product x @ weight.T + bias, with nothing to be summed over ranks."""
+    output: Tensor = _Linear.apply(x, weight, bias, axis)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -211,7 +223,7 @@ def column_parallel_linear(
     Weights are cast to the format of x, so float32 weights can serve bfloat16 activations.
     """
     if axis.tp == 1:
-        return linear(x, weight, bias)
+        return linear(x, weight, bias, axis=axis)
     output: Tensor = _ColumnLinear.apply(x, weight, bias, axis)  # type: ignore[no-untyped-call]
     return output
 
@@ -243,24 +255,30 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, axis: Tenso
     return losses
 
 
-def _weight_gradient(weight: Tensor, grad_output: Tensor, x: Tensor) -> Tensor | None:
-    """grad_output.T @ x, added to the weight's gradient at once where it has one already.
+def _weight_gradient(
+    weight: Tensor, grad_output: Tensor, x: Tensor, axis: TensorAxis
+) -> Tensor | None:
+    """grad_output.T @ x for autograd; None if it has been, or will be, added to `weight.grad`.
 
     Autograd would first make the product and then add it: a pass over memory more.
     """
     rows, columns = grad_output.flatten(0, -2), x.flatten(0, -2)
-    held = weight.grad
-    if held is None or held.dtype != rows.dtype:
+    later = axis.weight_gradients
+    if later is not None and later.put_off(weight, rows, columns):
+        return None
+    if weight.grad is None or weight.grad.dtype != rows.dtype:
         return rows.t() @ columns
-    held.addmm_(rows.t(), columns)
+    add_weight_gradient(weight, rows, columns)
     return None
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias = bias is not None
+        ctx.has_bias, ctx.axis = bias is not None, axis
         bias = None if bias is None else bias.to(x.dtype)
         return functional.linear(x, weight.to(x.dtype), bias)
 
@@ -269,9 +287,9 @@ class _Linear(torch.autograd.Function):
         (grad_output,) = grads  # [..., out]
         x, weight = ctx.saved_tensors
         grad_x = grad_output @ weight.to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(weight, grad_output, x)
+        grad_weight = _weight_gradient(weight, grad_output, x, ctx.axis)
         grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias
+        return grad_x, grad_weight, grad_bias, None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -306,7 +324,7 @@ class _ColumnLinear(torch.autograd.Function):
             grad_x, work = _start_reduction(grad_x, axis)
         if gathering is not None:
             gathering.wait()
-        grad_weight = _weight_gradient(weight, grad_output, x)
+        grad_weight = _weight_gradient(weight, grad_output, x, axis)
         grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.has_bias else None
         if work is not None:
             work.wait()

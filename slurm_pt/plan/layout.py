@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 @dataclass(frozen=True)
@@ -71,8 +75,10 @@ class Place:
     dp_rank: int
 
 
-def split_layers(num_layers: int, stages: int) -> tuple[range, ...]:
-    """The layers of each pipeline stage: contiguous, and as even as can be.
+def split_layers(
+    num_layers: int, stages: int, sizes: Sequence[int] | None = None
+) -> tuple[range, ...]:
+    """The layers of each pipeline stage: contiguous, and as even as can be without `sizes`.
 
     Left-over layers go to the stages in the middle, since the first stage also holds the
     embedding and the last one the output head.
@@ -81,13 +87,18 @@ def split_layers(num_layers: int, stages: int) -> tuple[range, ...]:
     [[0, 1], [2, 3], [4]]
     >>> [len(stage) for stage in split_layers(10, 4)]
     [2, 3, 3, 2]
+    >>> [list(stage) for stage in split_layers(5, 3, [1, 3, 1])]
+    [[0], [1, 2, 3], [4]]
     """
     if not 1 <= stages <= num_layers:
         raise ValueError(f"{num_layers} layers cannot fill {stages} stages")
-    base, left_over = divmod(num_layers, stages)
-    sizes = [base] * stages
-    first = (stages - left_over) // 2
-    for stage in range(first, first + left_over):
-        sizes[stage] += 1
+    if sizes is None:
+        base, left_over = divmod(num_layers, stages)
+        sizes = [base] * stages
+        first = (stages - left_over) // 2
+        for stage in range(first, first + left_over):
+            sizes[stage] += 1
+    elif len(sizes) != stages or sum(sizes) != num_layers or min(sizes) < 1:
+        raise ValueError(f"{list(sizes)} is no split of {num_layers} layers into {stages} stages")
     bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
     return tuple(range(bounds[stage], bounds[stage + 1]) for stage in range(stages))

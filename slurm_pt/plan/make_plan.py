@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from slurm_pt.config import JobConfig, RunConfig
+from slurm_pt.config import JobConfig, RunConfig, Schedule
 from slurm_pt.errors import ConfigError, Problem
-from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.plan.layout import ParallelLayout, split_layers
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,32 @@ class Plan:
     gpus_per_node: int
     """0: none is asked for."""
     num_microbatches: int | None
-    """Forward passes of a rank per optimizer step; None where the loop is the user's own."""
+    """Micro-batches of a rank per optimizer step; None where the loop is the user's own."""
+    schedule: Schedule | None
+    """In which order a pipeline runs them; None where the loop is the user's own."""
+    stage_layers: tuple[int, ...] | None
+    """Layers of each of the pp * virtual_stages stages; None where the loop is the user's own."""
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages that each rank holds."""
+        return 1 if self.stage_layers is None else len(self.stage_layers) // self.layout.pp
 
     def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        record = dataclasses.asdict(self)
+        return record | {"schedule": None if self.schedule is None else self.schedule.value}
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Plan:
-        return cls(**{**record, "layout": ParallelLayout(**record["layout"])})
+        schedule, layers = record["schedule"], record["stage_layers"]
+        return cls(
+            **record
+            | {
+                "layout": ParallelLayout(**record["layout"]),
+                "schedule": None if schedule is None else Schedule(schedule),
+                "stage_layers": None if layers is None else tuple(layers),
+            }
+        )
 
 
 def make_plan(config: JobConfig) -> Plan:
@@ -42,8 +60,9 @@ def make_plan(config: JobConfig) -> Plan:
     ranks_per_node = max(1, layout.world_size // nodes)
     if not problems and not parallel.allow_tp_across_nodes and ranks_per_node % parallel.tp:
         problems.append(_tensor_group_across_nodes(parallel.tp, ranks_per_node))
-    num_microbatches = None
+    num_microbatches = schedule = stage_layers = None
     if isinstance(config, RunConfig):
+        schedule, stage_layers = parallel.schedule, _stage_layers(config)
         group = config.train.micro_batch_size * dp
         num_microbatches, left_over = divmod(config.train.global_batch_size, group)
         if left_over:
@@ -66,7 +85,17 @@ def make_plan(config: JobConfig) -> Plan:
         ranks_per_node=ranks_per_node,
         gpus_per_node=min(wants_gpus, ranks_per_node) if wants_gpus else 0,
         num_microbatches=num_microbatches,
+        schedule=schedule,
+        stage_layers=stage_layers,
     )
+
+
+def _stage_layers(config: RunConfig) -> tuple[int, ...]:
+    """How many layers each stage has."""
+    parallel = config.parallel
+    stages = parallel.pp * parallel.virtual_stages
+    split = split_layers(config.model.num_layers, stages, parallel.stage_layers)
+    return tuple(len(layers) for layers in split)
 
 
 def _most_copies(model_ranks: int, nodes: int | None, most: int | None) -> int:

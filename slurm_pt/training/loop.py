@@ -28,8 +28,8 @@ from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_pipeline
 from slurm_pt.training.feed import Feed, HostBatch
 from slurm_pt.training.micro_batch import MicroBatch
-from slurm_pt.training.model import GPTStage
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
+from slurm_pt.training.rank_model import RankModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,7 +70,7 @@ class LoopEnd:
 
 def train_loop(
     *,
-    stage: GPTStage,
+    model: RankModel,
     optimizer: NamedAdamW,
     dataset: TokenDataset,
     config: TrainConfig,
@@ -92,7 +92,7 @@ def train_loop(
     A rank that is asked to stop while it waits for tokens does not wait on: it goes through the
     step with blank ones, and says so in the reduction. No rank then counts that step.
     """
-    trainer = _Trainer(stage, optimizer, dataset, config, groups, phase)
+    trainer = _Trainer(model, optimizer, dataset, config, groups, phase)
     steps = range(start_step, config.steps)
     with trainer.feed.ahead(steps, prefetch=prefetch) as data:
         return _steps(trainer, data, steps, stop_requested, save_due, save, record)
@@ -180,35 +180,42 @@ class _Trainer:
 
     def __init__(
         self,
-        stage: GPTStage,
+        model: RankModel,
         optimizer: NamedAdamW,
         dataset: TokenDataset,
         config: TrainConfig,
         groups: ProcessGroups,
         phase: Callable[[str], None],
     ):
-        self.stage, self.optimizer = stage, optimizer
+        self.model, self.optimizer = model, optimizer
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
-        self.buckets = GradientBuckets(stage.parameters(), group=groups.dp)
-        self.counted = _counted_gradients(stage, groups)
-        shape = stage.message_shape(
+        self.buckets = GradientBuckets(model.parameters(), group=groups.dp)
+        self.counted = _counted_gradients(model, groups)
+        shape = model.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
         )
-        self.message = Message(shape=shape, dtype=stage.dtype)
+        self.message = Message(shape=shape, dtype=model.dtype)
 
     def gradients(self, micro_batches: list[MicroBatch]) -> Tensor:
         """This rank's part of the mean loss; leaves the global batch's gradients in `.grad`."""
         self.phase("forward_backward")
         self.buckets.zero()
-        loss = run_pipeline(self.stage, micro_batches, message=self.message, groups=self.groups)
+        loss = run_pipeline(
+            self.model.chunks,
+            micro_batches,
+            message=self.message,
+            groups=self.groups,
+            schedule=self.model.schedule,
+            weight_gradients=self.model.weight_gradients,
+        )
         self.phase("average")
-        partial = self.stage.partial_gradients()
+        partial = self.model.partial_gradients()
         sum_gradients([p.grad for p in partial if p.grad is not None], self.groups.tp)
-        sum_gradients(self.stage.shared_gradients(), self.groups.kv)
+        sum_gradients(self.model.shared_gradients(), self.groups.kv)
         self.buckets.average()
-        sum_tied_gradient(self.stage.tied_parameter(), self.groups)
+        sum_tied_gradient(self.model.tied_parameter(), self.groups)
         if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
             loss.zero_()
         return loss / self.groups.layout.dp
@@ -231,14 +238,14 @@ class _Trainer:
         self.optimizer.step(lr)
 
 
-def _counted_gradients(stage: GPTStage, groups: ProcessGroups) -> list[Tensor]:
+def _counted_gradients(model: RankModel, groups: ProcessGroups) -> list[Tensor]:
     """The gradients that this rank counts in the global norm: views into the buckets.
 
     A tied copy counts nowhere: the embedding on the first stage has the same gradient.
     """
-    parameters, copies = dict(stage.named_parameters()), stage.tied_copies()
+    parameters, copies = dict(model.named_parameters()), model.tied_copies()
     counted = []
-    for piece in stage.pieces():
+    for piece in model.pieces():
         gradient = parameters[piece.parameter].grad
         if gradient is None:
             raise ValueError(f"{piece.parameter} has no gradient buffer")

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from slurm_pt.config import DType, RunConfig, read_config, read_job_config
+from slurm_pt.config import DType, RunConfig, Schedule, read_config, read_job_config
 from slurm_pt.config.door import LONGEST_SIGNAL_LEAD_S
 from slurm_pt.errors import ConfigError
 from tests.builders import small_config
@@ -266,3 +266,93 @@ def test_whatever_stands_in_a_section_is_a_config_error_and_never_a_traceback(se
     for name in ("model", "train", "slurm", "parallel"):
         with contextlib.suppress(ConfigError):
             read_config(small_config() | {name: section})
+
+
+# small_config has 4 layers.
+INTERLEAVED = {"parallel__schedule": "interleaved", "parallel__pp": 2}
+
+
+@pytest.mark.parametrize(
+    ("asked", "key", "rule", "fix"),
+    [
+        (
+            {"parallel__schedule": "zb"},
+            "parallel.schedule",
+            "not one of the choices",
+            "use one of one_f_one_b, gpipe, interleaved, zero_bubble",
+        ),
+        (
+            {"parallel__virtual_stages": 0},
+            "parallel.virtual_stages",
+            "must be at least 1",
+            "set parallel.virtual_stages=1 or more",
+        ),
+        (
+            {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2},
+            "parallel.schedule",
+            "with parallel.pp=1 there is nothing to interleave",
+            "set parallel.schedule=one_f_one_b and parallel.virtual_stages=1",
+        ),
+        (
+            INTERLEAVED,
+            "parallel.virtual_stages",
+            "parallel.schedule=interleaved needs 2 or more stages on each rank",
+            "set parallel.virtual_stages=2, or parallel.schedule=one_f_one_b",
+        ),
+        (
+            {"parallel__pp": 2, "parallel__virtual_stages": 2},
+            "parallel.virtual_stages",
+            "parallel.schedule=one_f_one_b has one stage on each rank",
+            "set parallel.virtual_stages=1, or parallel.schedule=interleaved",
+        ),
+        (
+            INTERLEAVED | {"parallel__virtual_stages": 3},
+            "parallel.virtual_stages",
+            "with parallel.pp=2 makes 6 stages, more than model.num_layers=4",
+            "set parallel.virtual_stages=2 or less",
+        ),
+        (
+            INTERLEAVED | {"parallel__pp": 3, "parallel__virtual_stages": 2},
+            "parallel.virtual_stages",
+            "with parallel.pp=3 makes 6 stages, more than model.num_layers=4",
+            "set parallel.virtual_stages=1 and parallel.schedule=one_f_one_b",
+        ),
+        (
+            {"parallel__pp": 2, "parallel__stage_layers": [1, 1, 2]},
+            "parallel.stage_layers",
+            "3 numbers for parallel.pp=2 * parallel.virtual_stages=1 = 2 stages",
+            "for example parallel.stage_layers=[2,2], or null",
+        ),
+        (
+            {"parallel__pp": 3, "parallel__stage_layers": [1, 1, 1]},
+            "parallel.stage_layers",
+            "adds up to 3 layers, not to model.num_layers=4",
+            "for example parallel.stage_layers=[2,1,1], or null",
+        ),
+        (
+            {"parallel__pp": 2, "parallel__stage_layers": [4, 0]},
+            "parallel.stage_layers",
+            "numbers of layers, each at least 1",
+            "for example parallel.stage_layers=[2,2], or null",
+        ),
+        (
+            {"parallel__pp": 2, "parallel__stage_layers": [3, "1"]},
+            "parallel.stage_layers",
+            "numbers of layers, each at least 1",
+            "for example parallel.stage_layers=[2,2], or null",
+        ),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_with_what_can(asked, key, rule, fix):
+    found = problems_of(**asked)
+    assert list(found) == [key]
+    assert (found[key].rule, found[key].fix) == (rule, fix)
+
+
+def test_stages_that_fit_are_taken():
+    sizes = [1, 1, 1, 1]
+    parallel = read_config(
+        small_config(**INTERLEAVED, parallel__virtual_stages=2, parallel__stage_layers=sizes)
+    ).parallel
+    assert parallel.schedule is Schedule.interleaved
+    assert (parallel.virtual_stages, parallel.stage_layers) == (2, sizes)

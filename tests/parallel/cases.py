@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,9 +11,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_pt.parallel.data import GradientBuckets, counts_here, squared_norm
+from slurm_pt.config.schema import DType, ModelConfig, ParallelConfig, Schedule, TrainConfig
+from slurm_pt.parallel.data import (
+    GradientBuckets,
+    counts_here,
+    squared_norm,
+    sum_tied_gradient,
+)
 from slurm_pt.parallel.groups import ProcessGroups, agree, all_reduce, create_groups
-from slurm_pt.parallel.pipeline import Message, run_pipeline
+from slurm_pt.parallel.pipeline import Chunk, Message, run_forward_pipeline, run_pipeline
 from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.parallel.tensor import (
     ColumnParallelLinear,
@@ -21,10 +28,17 @@ from slurm_pt.parallel.tensor import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
+from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.training.micro_batch import MicroBatch
+from slurm_pt.training.model import GPTStage, StageSpan
+from slurm_pt.training.rank_model import RankModel
 
 CPU = torch.device("cpu")
 DOUBLE: dict[str, Any] = {"device": CPU, "dtype": torch.float64}
+
+GPT = ModelConfig(num_layers=8, hidden_size=16, num_heads=2, vocab_size=32, max_seq_len=8)
+TRAIN = TrainConfig(steps=1, global_batch_size=1, seq_len=8, dtype=DType.float64, seed=3)
 
 
 def make(tp: int, pp: int, dp: int) -> ProcessGroups:
@@ -118,37 +132,134 @@ def extreme_logits() -> list[bool]:
     ]
 
 
-def pipelines_match(counts: list[int]) -> list[tuple[float, float, float]]:
-    """For each number of micro-batches: (loss, difference of loss, difference of gradient).
+def pipelines_match(
+    runs: list[tuple[str, int, int]],
+) -> list[dict[str, float]]:
+    """For each (schedule, virtual stages, micro-batches), the differences to one process.
 
-    The model is one matrix a stage; the same is computed whole on each rank to compare.
+    The model is one matrix a stage; the same is computed whole on each rank to compare. Also the
+    losses themselves, those of a forward-only pipeline among them.
     """
     groups = make(1, dist.get_world_size(), 1)
-    stages, stage = groups.layout.pp, groups.place.pp_rank
-    found = []
-    for count in counts:
-        torch.manual_seed(count)
-        matrices = [torch.randn(4, 4, dtype=torch.float64) for _ in range(stages)]
-        inputs = [torch.randn(2, 4, dtype=torch.float64) for _ in range(count)]
-        weight = matrices[stage].clone().requires_grad_()
+    return [
+        _pipeline_matches(Schedule(name), virtual, count, groups) for name, virtual, count in runs
+    ]
 
+
+def _pipeline_matches(
+    schedule: Schedule, virtual: int, count: int, groups: ProcessGroups
+) -> dict[str, float]:
+    pp, rank = groups.layout.pp, groups.place.pp_rank
+    torch.manual_seed(count)
+    matrices = [torch.randn(4, 4, dtype=torch.float64) for _ in range(pp * virtual)]
+    inputs = [torch.randn(2, 4, dtype=torch.float64) for _ in range(count)]
+    later = WeightGradients()
+    axis = TensorAxis(weight_gradients=later)
+    layers = [ColumnParallelLinear(4, 4, axis=axis, bias=False, **DOUBLE) for _ in range(virtual)]
+    with torch.no_grad():
+        for chunk, layer in enumerate(layers):
+            layer.weight.copy_(matrices[chunk * pp + rank])
+
+    def chunk_of(chunk: int) -> Chunk[Tensor]:
         def forward(entered: Tensor | None, micro_batch: Tensor) -> Tensor:
-            output = torch.tanh((micro_batch if entered is None else entered) @ weight)  # noqa: B023
-            return output.square().mean() if groups.last_stage else output * 1.0
+            output = torch.tanh(layers[chunk](micro_batch if entered is None else entered))
+            last = groups.last_stage and chunk == virtual - 1
+            return output.square().mean() if last else output
 
-        message = Message(shape=(2, 4), dtype=torch.float64)
-        loss = run_pipeline(forward, inputs, message=message, groups=groups)
-        whole = [matrix.clone().requires_grad_() for matrix in matrices]
-        expected = torch.zeros((), dtype=torch.float64)
-        for hidden in inputs:
-            for matrix in whole:
-                hidden = torch.tanh(hidden @ matrix)
-            expected = expected + hidden.square().mean() / count
-        expected.backward()
-        off = (loss - expected.detach()).abs().item() if groups.last_stage else loss.item()
-        found.append((loss.item(), off, (weight.grad - whole[stage].grad).abs().max().item()))
-    groups.close()
-    return found
+        return forward
+
+    chunks = [chunk_of(chunk) for chunk in range(virtual)]
+    message = Message(shape=(2, 4), dtype=torch.float64)
+    evaluated = run_forward_pipeline(chunks, inputs, message=message, groups=groups)
+    loss = run_pipeline(
+        chunks,
+        inputs,
+        message=message,
+        groups=groups,
+        schedule=schedule,
+        weight_gradients=later,
+    )
+    whole = [matrix.clone().requires_grad_() for matrix in matrices]
+    expected = torch.zeros((), dtype=torch.float64)
+    for hidden in inputs:
+        for matrix in whole:
+            hidden = torch.tanh(hidden @ matrix.t())
+        expected = expected + hidden.square().mean() / count
+    expected.backward()
+    known = expected.item() if groups.last_stage else 0.0
+    mine = [matrix.grad for matrix in whole[rank::pp]]
+    return {
+        "loss": loss.item(),
+        "loss off": abs(loss.item() - known),
+        "evaluated off": abs(evaluated.item() - known),
+        "gradient off": max(
+            (layer.weight.grad - grad).abs().max().item()
+            for layer, grad in zip(layers, mine, strict=True)
+        ),
+    }
+
+
+def gpt_matches(runs: list[tuple[dict[str, Any], int]]) -> list[dict[str, float]]:
+    """For each (ParallelConfig arguments, micro-batches), the largest relative differences.
+
+    Of the loss, of an evaluation's loss and of all gradients of a GPT, to the whole model on one
+    process. Relative to the largest number of the tensor. "tied" is a key of the model's.
+    """
+    groups = make(1, dist.get_world_size(), 1)
+    return [_gpt_matches(dict(arguments), count, groups) for arguments, count in runs]
+
+
+def _gpt_matches(arguments: dict[str, Any], count: int, groups: ProcessGroups) -> dict[str, float]:
+    tied = arguments.pop("tied")
+    config = replace(GPT, tie_embeddings=tied)
+    parallel = ParallelConfig(**arguments | {"schedule": Schedule(arguments["schedule"])})
+    model = RankModel(config, parallel=parallel, train=TRAIN, groups=groups)
+    whole = GPTStage(
+        config,
+        StageSpan(range(config.num_layers), first=True, last=True),
+        axis=TensorAxis(),
+        device=CPU,
+        dtype=DType.float64,
+        seed=TRAIN.seed,
+    )
+    generator = torch.Generator().manual_seed(count)
+    batches = [
+        MicroBatch(
+            tokens=torch.randint(0, 32, (2, 9), generator=generator),
+            samples=(2 * number, 2 * number + 1),
+            step=0,
+        )
+        for number in range(count)
+    ]
+    message = Message(shape=(8, 2, config.hidden_size), dtype=torch.float64)
+    evaluated = run_forward_pipeline(model.chunks, batches, message=message, groups=groups)
+    loss = run_pipeline(
+        model.chunks,
+        batches,
+        message=message,
+        groups=groups,
+        schedule=model.schedule,
+        weight_gradients=model.weight_gradients,
+    )
+    sum_tied_gradient(model.tied_parameter(), groups)
+    expected = torch.stack([whole(None, batch) for batch in batches]).mean()
+    expected.backward()
+    known = expected.item() if groups.last_stage else 0.0
+    gradients = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    stored = {
+        piece.parameter: piece.stored if piece.stored in gradients else piece.parameter
+        for piece in model.pieces()
+    }
+    return {
+        "parameters": sum(1 for _ in model.parameters()),
+        "loss": abs(loss.item() - known),
+        "evaluated": abs(evaluated.item() - known),
+        "gradient": max(
+            ((parameter.grad - expected).abs().max() / expected.abs().max()).item()
+            for name, parameter in model.named_parameters()
+            for expected in [gradients[stored[name]]]
+        ),
+    }
 
 
 def outputs_alive(count: int) -> list[int]:
@@ -165,7 +276,8 @@ def outputs_alive(count: int) -> list[int]:
         return output.mean() if groups.last_stage else output
 
     inputs = [torch.ones(2, 4, dtype=torch.float64) for _ in range(count)]
-    run_pipeline(forward, inputs, message=Message(shape=(2, 4), dtype=torch.float64), groups=groups)
+    message = Message(shape=(2, 4), dtype=torch.float64)
+    run_pipeline([forward], inputs, message=message, groups=groups)
     groups.close()
     return alive
 

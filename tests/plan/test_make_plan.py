@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from slurm_pt.config import Schedule
 from slurm_pt.errors import ConfigError
 from slurm_pt.plan import ParallelLayout, Plan, make_plan
 from tests.builders import read_job, read_small
@@ -67,6 +68,25 @@ def test_gpus_are_asked_for_when_there_are_some_and_they_are_used(asked, gpus):
 
 def test_a_loop_of_ones_own_has_no_microbatches():
     assert make_plan(read_job()).num_microbatches is None
+
+
+def test_the_plan_says_how_a_pipeline_is_cut_and_run():
+    # 4 layers.
+    plan = make_plan(read_small(parallel__pp=3))
+    assert (plan.schedule, plan.stage_layers) == (Schedule.one_f_one_b, (1, 2, 1))
+    assert plan.virtual_stages == 1
+    plan = make_plan(read_small(parallel__pp=2, parallel__stage_layers=[3, 1]))
+    assert plan.stage_layers == (3, 1)
+    asked = {"parallel__schedule": "interleaved", "parallel__virtual_stages": 2}
+    plan = make_plan(read_small(parallel__pp=2, **asked))
+    assert (plan.schedule, plan.stage_layers) == (Schedule.interleaved, (1, 1, 1, 1))
+    assert plan.virtual_stages == 2
+    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
+
+
+def test_the_loop_of_ones_own_is_not_cut():
+    plan = make_plan(read_job(parallel__pp=2))
+    assert (plan.schedule, plan.stage_layers, plan.virtual_stages) == (None, None, 1)
 
 
 def test_ranks_that_do_not_spread_evenly_are_refused_with_numbers():

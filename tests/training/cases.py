@@ -16,16 +16,17 @@ from slurm_pt.config.schema import (
     DType,
     ModelConfig,
     Norm,
+    ParallelConfig,
     Positions,
+    Schedule,
     TrainConfig,
 )
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
-from slurm_pt.parallel.tensor import TensorAxis
-from slurm_pt.plan.layout import ParallelLayout, split_layers
+from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset
 from slurm_pt.training.loop import LoopEnd, StepRecord, train_loop
-from slurm_pt.training.model import GPTStage, StageSpan
 from slurm_pt.training.optimizer import NamedAdamW
+from slurm_pt.training.rank_model import RankModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -77,6 +78,18 @@ VARIANTS = {
 }
 
 
+ONE_F_ONE_B = ParallelConfig()
+"""What `build` needs of it: tp, pp and dp come from the groups."""
+PIPELINES = {
+    "interleaved": ParallelConfig(schedule=Schedule.interleaved, virtual_stages=2),
+    "zero_bubble": ParallelConfig(schedule=Schedule.zero_bubble),
+    "uneven interleaved": ParallelConfig(
+        schedule=Schedule.interleaved, virtual_stages=2, stage_layers=[1, 2, 1, 1]
+    ),
+}
+"""Names of variants (of the tied model) for layouts with two stages."""
+
+
 def never() -> bool:
     return False
 
@@ -96,17 +109,12 @@ def groups_of(layout: ParallelLayout, model: ModelConfig = MODEL) -> ProcessGrou
 
 
 def build(
-    model: ModelConfig, train: TrainConfig, groups: ProcessGroups, *, sequence: bool = False
-) -> GPTStage:
-    layers = split_layers(model.num_layers, groups.layout.pp)[groups.place.pp_rank]
-    return GPTStage(
-        model,
-        StageSpan(layers, first=groups.first_stage, last=groups.last_stage),
-        axis=TensorAxis.of(groups, sequence=sequence),
-        device=groups.device,
-        dtype=train.dtype,
-        seed=train.seed,
-    )
+    model: ModelConfig,
+    train: TrainConfig,
+    groups: ProcessGroups,
+    parallel: ParallelConfig = ONE_F_ONE_B,
+) -> RankModel:
+    return RankModel(model, parallel=parallel, train=train, groups=groups)
 
 
 def dataset_of(folder: Path, model: ModelConfig, config: TrainConfig) -> TokenDataset:
@@ -125,15 +133,15 @@ def train(
     config: TrainConfig,
     groups: ProcessGroups,
     *,
+    parallel: ParallelConfig = ONE_F_ONE_B,
     stop_requested: Callable[[], bool] = never,
-    sequence: bool = False,
-) -> tuple[GPTStage, NamedAdamW, list[StepRecord], LoopEnd]:
+) -> tuple[RankModel, NamedAdamW, list[StepRecord], LoopEnd]:
     """A run from the start: the stage and optimizer as they end, its records and its end."""
-    stage = build(model, config, groups, sequence=sequence)
+    stage = build(model, config, groups, parallel)
     optimizer = NamedAdamW(dict(stage.named_parameters()), config)
     records: list[StepRecord] = []
     end = train_loop(
-        stage=stage,
+        model=stage,
         optimizer=optimizer,
         dataset=dataset_of(folder, model, config),
         config=config,
@@ -160,10 +168,11 @@ def curves(
     for layout, names in wanted.items():
         found[layout] = {}
         for name in names:
-            variant = VARIANTS[name]
+            variant = VARIANTS.get(name, Variant())
             groups = groups_of(ParallelLayout(*layout), variant.model)
+            parallel = PIPELINES.get(name, ParallelConfig(sequence=variant.sequence))
             _, _, records, _ = train(
-                folder, variant.model, variant.train, groups, sequence=variant.sequence
+                folder, variant.model, variant.train, groups, parallel=parallel
             )
             found[layout][name] = [r.loss for r in records], [r.grad_norm for r in records]
             groups.close()
@@ -196,7 +205,7 @@ def stops(folder: Path, layout: tuple[int, int, int], runs: int) -> list[tuple[i
     return found
 
 
-def state_of(stage: GPTStage, optimizer: NamedAdamW) -> dict[str, torch.Tensor]:
+def state_of(stage: RankModel, optimizer: NamedAdamW) -> dict[str, torch.Tensor]:
     moments = {
         f"{kind}/{name}": moment
         for kind, held in optimizer.state().items()
@@ -215,7 +224,7 @@ def resumes(folder: Path, layout: tuple[int, int, int]) -> dict[str, bool]:
     saved: dict[str, torch.Tensor] = {}
     saved_at: list[int] = []
 
-    def save(step: int, stage: GPTStage, optimizer: NamedAdamW) -> None:
+    def save(step: int, stage: RankModel, optimizer: NamedAdamW) -> None:
         saved_at.append(step)
         tensors = state_of(stage, optimizer)
         saved.update({name: value.detach().clone() for name, value in tensors.items()})
@@ -239,7 +248,7 @@ def resumes(folder: Path, layout: tuple[int, int, int]) -> dict[str, bool]:
 
 @dataclass(frozen=True)
 class Run:
-    stage: GPTStage
+    stage: RankModel
     optimizer: NamedAdamW
     curve: list[tuple[int, float, float, float]]
 
@@ -250,7 +259,7 @@ def _run(
     config: TrainConfig,
     groups: ProcessGroups,
     *,
-    save: Callable[[int, GPTStage, NamedAdamW], None] | None = None,
+    save: Callable[[int, RankModel, NamedAdamW], None] | None = None,
     save_at: int = 0,
     start_step: int = 0,
     saved: dict[str, torch.Tensor] | None = None,
@@ -269,7 +278,7 @@ def _run(
         return next(asked) == save_at
 
     train_loop(
-        stage=stage,
+        model=stage,
         optimizer=optimizer,
         dataset=dataset_of(folder, model, config),
         config=config,
@@ -284,7 +293,7 @@ def _run(
     return Run(stage, optimizer, [(r.step, r.loss, r.grad_norm, r.lr) for r in records])
 
 
-def copies_are_equal(stage: GPTStage, groups: ProcessGroups) -> bool:
+def copies_are_equal(stage: RankModel, groups: ProcessGroups) -> bool:
     """Whether both copies of the tied embedding hold the same bits (True on other ranks)."""
     tied = stage.tied_parameter()
     if tied is None or groups.embedding is None:

@@ -32,7 +32,7 @@ def with_and_without(folder: Path, layout: tuple[int, int, int]) -> list[list[tu
         records: list[StepRecord] = []
         stage = build(MODEL, TRAIN, groups)
         train_loop(
-            stage=stage,
+            model=stage,
             optimizer=NamedAdamW(dict(stage.named_parameters()), TRAIN),
             dataset=dataset_of(folder, MODEL, TRAIN),
             config=TRAIN,
@@ -139,7 +139,7 @@ def hangs(folder: Path, layout: tuple[int, int, int], step: int) -> dict[str, An
         return last and len(records) == step and dataset.hangs
 
     end = train_loop(
-        stage=stage,
+        model=stage,
         optimizer=optimizer,
         dataset=dataset,
         config=SHORT,

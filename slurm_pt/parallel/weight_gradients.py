@@ -1,0 +1,67 @@
+"""Weight gradients that are computed later than the gradients of the inputs.
+
+A zero-bubble schedule splits a backward pass in two. The input pass gives the stage before what it
+waits for; the matrix products that give the weights' gradients, which nobody waits for, fill the
+time when a stage would stand idle.
+
+Source: Qi et al. 2023, arXiv:2401.10241.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class WeightGradients:
+    """Takes weight gradients from the layers' backward passes while a pipeline collects them.
+
+    Layers get it when they are made. Outside of `collect` it takes nothing, so the same layers
+    serve every schedule.
+    """
+
+    def __init__(self) -> None:
+        self._collected: list[Callable[[], None]] | None = None
+
+    @contextmanager
+    def collect(self) -> Iterator[list[Callable[[], None]]]:
+        """Within it, what layers want to put off goes into the list that this gives."""
+        collected: list[Callable[[], None]] = []
+        self._collected = collected
+        try:
+            yield collected
+        finally:
+            self._collected = None
+
+    def put_off(self, parameter: Tensor, grad_output: Tensor, x: Tensor) -> bool:
+        """Whether `grad_output.T @ x` will be added to `parameter.grad` later.
+
+        False: compute it now, and give it to autograd. Shapes: grad_output [rows, out], x
+        [rows, in], parameter [out, in]. A bfloat16 product goes into a float32 gradient.
+        """
+        if self._collected is None:
+            return False
+
+        def compute() -> None:
+            add_weight_gradient(parameter, grad_output, x)
+
+        self._collected.append(compute)
+        return True
+
+
+@torch.no_grad()
+def add_weight_gradient(parameter: Tensor, grad_output: Tensor, x: Tensor) -> None:
+    """Add `grad_output.T @ x` to `parameter.grad`; shapes as for `put_off`."""
+    if parameter.grad is None:
+        parameter.grad = (grad_output.t() @ x).to(parameter.dtype)
+    elif parameter.grad.dtype == x.dtype:
+        parameter.grad.addmm_(grad_output.t(), x)
+    else:
+        parameter.grad.add_(grad_output.t() @ x)

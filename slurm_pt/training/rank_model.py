@@ -1,0 +1,118 @@
+"""What one rank holds of the model: one chunk, or with virtual stages several, as if they were one.
+
+Chunk c of pipeline rank r is stage c * pp + r of pp * virtual_stages. A parameter's name carries
+its layer's index in the whole model, so the names of all chunks differ, and a checkpoint does not
+know of stages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slurm_pt.config.schema import ModelConfig, ParallelConfig, Schedule, TrainConfig
+from slurm_pt.parallel.tensor import TensorAxis
+from slurm_pt.parallel.weight_gradients import WeightGradients
+from slurm_pt.plan.layout import split_layers
+from slurm_pt.training.model import GPTStage, Piece, StageSpan
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from slurm_pt.parallel.groups import ProcessGroups
+    from slurm_pt.parallel.shard import Shard
+    from slurm_pt.training.optimizer import NamedAdamW
+
+
+class RankModel:
+    """The chunks of one rank, and how its pipeline runs them.
+
+    Raises ValueError for stages that the layers cannot fill, and for a tied embedding whose two
+    ends are different chunks of one rank.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        parallel: ParallelConfig,
+        train: TrainConfig,
+        groups: ProcessGroups,
+    ):
+        pp, virtual_stages = groups.layout.pp, parallel.virtual_stages
+        if pp == 1 and virtual_stages > 1 and config.tie_embeddings:
+            raise ValueError("virtual stages on one rank would hold the tied embedding twice")
+        self.config = config
+        self.schedule = parallel.schedule
+        zero_bubble = self.schedule is Schedule.zero_bubble
+        self.weight_gradients = WeightGradients() if zero_bubble else None
+        stages = pp * virtual_stages
+        layers = split_layers(config.num_layers, stages, parallel.stage_layers)
+        axis = TensorAxis.of(
+            groups, sequence=parallel.sequence, weight_gradients=self.weight_gradients
+        )
+        self.chunks = [
+            GPTStage(
+                config,
+                StageSpan(layers[stage], first=stage == 0, last=stage == stages - 1),
+                axis=axis,
+                device=groups.device,
+                dtype=train.dtype,
+                seed=train.seed,
+            )
+            for stage in range(groups.place.pp_rank, stages, pp)
+        ]
+        self.dtype = self.chunks[0].dtype
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for chunk in self.chunks:
+            yield from chunk.named_parameters()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def pieces(self) -> list[Piece]:
+        """What is stored of all chunks."""
+        return [piece for chunk in self.chunks for piece in chunk.pieces()]
+
+    def partial_gradients(self) -> list[nn.Parameter]:
+        """To be summed over the tensor group, once a step; see `GPTStage.partial_gradients`."""
+        return [parameter for chunk in self.chunks for parameter in chunk.partial_gradients()]
+
+    def shared_gradients(self) -> list[Tensor]:
+        """To be summed over the ranks of a key/value head; see `GPTStage.shared_gradients`."""
+        return [gradient for chunk in self.chunks for gradient in chunk.shared_gradients()]
+
+    def message_shape(self, *, micro_batch_size: int, seq_len: int) -> tuple[int, int, int]:
+        """What crosses stages for one micro-batch."""
+        return self.chunks[0].message_shape(micro_batch_size=micro_batch_size, seq_len=seq_len)
+
+    def tied_copies(self) -> frozenset[str]:
+        """The parameters that are copies of one on another rank: load them, but do not save."""
+        return frozenset().union(*(chunk.tied_copies() for chunk in self.chunks))
+
+    def tied_parameter(self) -> nn.Parameter | None:
+        """This rank's copy of a token embedding that two ranks hold; None if none does."""
+        copies = [chunk.tied_parameter() for chunk in self.chunks]
+        return next((copy for copy in copies if copy is not None), None)
+
+
+def stored_tensors(
+    model: RankModel, optimizer: NamedAdamW
+) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    """Everything to be saved by its stored name, and which part of the whole it is.
+
+    The names are the same in every layout and for every schedule.
+    """
+    held = {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}}
+    for kind, moments in optimizer.state().items():
+        held[f"optimizer/{kind}"] = moments
+    tensors: dict[str, Tensor] = {}
+    shards: dict[str, Shard] = {}
+    for piece in model.pieces():
+        for kind, by_parameter in held.items():
+            tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
+            shards[f"{kind}/{piece.stored}"] = piece.shard
+    return tensors, shards

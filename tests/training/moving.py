@@ -1,0 +1,102 @@
+"""What the ranks of test_moving do: a run saved with one schedule goes on with another."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.training.loop import train_loop
+from slurm_pt.training.optimizer import NamedAdamW
+from slurm_pt.training.rank_model import RankModel, stored_tensors
+from tests.checkpoint.toy import checkpointer
+from tests.training.cases import (
+    MODEL,
+    ONE_F_ONE_B,
+    PIPELINES,
+    TRAIN,
+    build,
+    dataset_of,
+    groups_of,
+    ignore,
+    never,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from slurm_pt.checkpoint import Checkpointer
+    from slurm_pt.config.schema import ParallelConfig
+    from slurm_pt.parallel.groups import ProcessGroups
+    from slurm_pt.training.loop import StepRecord
+
+CONFIG = replace(TRAIN, steps=6)
+SAVED_AT = 3
+LAYOUTS: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
+    "1F1B on 2 ranks": ((1, 2, 2), ONE_F_ONE_B),
+    "interleaved on 2 ranks": ((1, 2, 2), PIPELINES["interleaved"]),
+    "1F1B on 4 ranks": ((1, 4, 1), ONE_F_ONE_B),
+    "zero bubble on 4 ranks": ((1, 4, 1), PIPELINES["zero_bubble"]),
+}
+
+
+def losses_after_moving(folder: Path, tokens: Path) -> dict[str, dict[str, list[float]]]:
+    """For each layout, its losses without a stop, and after a resume from each layout's save."""
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in LAYOUTS}
+    for name in LAYOUTS:
+        found[name]["whole"] = _losses(tokens, name, save_to=folder / name)
+    for name in LAYOUTS:
+        for saved in LAYOUTS:
+            found[name][saved] = _losses(tokens, name, load_from=folder / saved)
+    return found
+
+
+def _losses(
+    tokens: Path, name: str, *, save_to: Path | None = None, load_from: Path | None = None
+) -> list[float]:
+    degrees, parallel = LAYOUTS[name]
+    groups = groups_of(ParallelLayout(*degrees))
+    model = build(MODEL, CONFIG, groups, parallel)
+    optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG)
+    step = 0
+    if load_from is not None:
+        step = _load(checkpointer(load_from, groups), model, optimizer)
+    records: list[StepRecord] = []
+    train_loop(
+        model=model,
+        optimizer=optimizer,
+        dataset=dataset_of(tokens, MODEL, CONFIG),
+        config=CONFIG,
+        groups=groups,
+        start_step=step,
+        stop_requested=never,
+        save_due=lambda: save_to is not None and len(records) == SAVED_AT - 1,
+        save=lambda step: _save(save_to, step, model, optimizer, groups),
+        record=records.append,
+        phase=ignore,
+    )
+    groups.close()
+    return [record.loss for record in records]
+
+
+def _save(
+    folder: Path | None,
+    step: int,
+    model: RankModel,
+    optimizer: NamedAdamW,
+    groups: ProcessGroups,
+) -> None:
+    assert folder is not None
+    assert step == SAVED_AT
+    tensors, shards = stored_tensors(model, optimizer)
+    checkpointer(folder, groups).save(
+        step, tensors, shards=shards, rank_state={}, common={}, wait=True
+    )
+
+
+def _load(loader: Checkpointer, model: RankModel, optimizer: NamedAdamW) -> int:
+    tensors, shards = stored_tensors(model, optimizer)
+    resumed = loader.resume(tensors, shards=shards)
+    assert resumed is not None
+    optimizer.set_step(resumed.step)
+    return resumed.step
