@@ -37,10 +37,10 @@ def interpreter_with(packages: Sequence[str], cache: Path) -> str:
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     shared = folder / "lib" / version / "site-packages" / "shared.pth"
     shared.write_text(sysconfig.get_paths()["purelib"] + "\n")
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
     installed = subprocess.run(
-        [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
-        # In the environment itself: an isolated build would fetch setuptools for each package.
-        + ["--no-build-isolation", *packages],
+        # Built in the environment itself: an isolated build would fetch setuptools for each.
+        [*pip, "install", "--no-deps", "--no-build-isolation", *packages],
         capture_output=True,
         text=True,
         check=False,

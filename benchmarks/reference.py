@@ -100,7 +100,8 @@ class Attention(nn.Module):
 
     def _rotate(self, x: Tensor) -> Tensor:
         left, right = x.chunk(2, -1)
-        return x * self.cos + torch.cat((-right, left), -1) * self.sin
+        turned = torch.cat((-right, left), -1)
+        return x * self.get_buffer("cos") + turned * self.get_buffer("sin")
 
 
 class FeedForward(nn.Module):
@@ -197,6 +198,11 @@ def adamw(trial: Trial, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW
         eps=trial.eps,
         foreach=True,
     )
+
+
+def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def clip_gradients(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import asdict, dataclass
+from itertools import combinations, pairwise
 from typing import Any
 
 
@@ -124,3 +125,35 @@ class Trial:
         """The trial that was written."""
         parts = {"layout": Layout(**raw["layout"]), "model": Model(**raw["model"])}
         return cls(**{**raw, **parts})
+
+
+def layers_evenly(model: Model, stages: int) -> list[range]:
+    """As many layers in each stage, the first ones taking what is left over.
+
+    >>> layers_evenly(MODELS["gpt2"], 4)
+    [range(0, 2), range(2, 3), range(3, 5), range(5, 6)]
+    """
+    bounds = [-(-model.num_layers * stage // stages) for stage in range(stages + 1)]
+    return [range(start, end) for start, end in pairwise(bounds)]
+
+
+def layers_by_cost(model: Model, stages: int) -> list[range]:
+    """The split whose most expensive stage is cheapest: the head costs matrix products too.
+
+    >>> layers_by_cost(MODELS["gpt2"], 2)
+    [range(0, 4), range(4, 6)]
+    """
+    hidden = model.hidden_size
+    products = 3 if model.family == "llama" else 2
+    # Multiplications a token: parameters of the matrices, and scores and values of attention.
+    layer = 4 * hidden**2 + products * hidden * model.ffn_size + 2 * model.seq_len * hidden
+    head = hidden * model.vocab_size
+
+    def most_expensive(cuts: tuple[int, ...]) -> int:
+        bounds = [0, *cuts, model.num_layers]
+        sizes = [end - start for start, end in pairwise(bounds)]
+        return max(*(size * layer for size in sizes[:-1]), sizes[-1] * layer + head)
+
+    cuts = min(combinations(range(1, model.num_layers), stages - 1), key=most_expensive)
+    bounds = [0, *cuts, model.num_layers]
+    return [range(start, end) for start, end in pairwise(bounds)]

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.contestants import Train, stepwise
-from benchmarks.reference import Weights, adamw, clip_gradients
+from benchmarks.reference import Weights, adamw, clip_gradients, gradients_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from benchmarks.trial import Model, Trial
+    from benchmarks.trial import Trial
 
 
 def build(trial: Trial, weights: Weights) -> Train:
@@ -162,28 +162,22 @@ def _is_split(parameter: nn.Parameter) -> bool:
 
 
 def _clip(model: nn.Module, max_norm: float, *, tp_rank: int) -> None:
-    gradients = [parameter.grad for parameter in model.parameters()]
-    counted = [
-        parameter.grad
-        for parameter in model.parameters()
-        if _is_split(parameter) or tp_rank == 0
-    ]
-    clip_gradients(gradients, max_norm, counted=counted, group=dist.group.WORLD)
+    everything = list(model.parameters())
+    counted = gradients_of(p for p in everything if _is_split(p) or tp_rank == 0)
+    clip_gradients(gradients_of(everything), max_norm, counted=counted, group=dist.group.WORLD)
 
 
 def _without_cuda() -> None:
     """Replace what asks for a GPU. Nothing here changes what is computed."""
     # The device of every buffer, and of what a stage receives.
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: torch.device("cpu")
     # After a batch of messages: on the CPU a request is done when it has been waited for.
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     # Three factory calls name "cuda": the mask of attention, and a count in either schedule.
     fused_softmax.get_default_causal_mask = _causal_mask
     _replace_zeros()
     # Its random states live on the GPU. Dropout is 0 and the weights are loaded: none is needed.
-    tensor_parallel.random.get_cuda_rng_tracker().fork = (  # type: ignore[method-assign]
-        lambda *_: contextlib.nullcontext()
-    )
+    tensor_parallel.random.get_cuda_rng_tracker().fork = lambda *_: contextlib.nullcontext()
 
 
 def _causal_mask(seq: int) -> Tensor:
@@ -198,4 +192,4 @@ def _replace_zeros() -> None:
             options["device"] = "cpu"
         return zeros(*size, **options)
 
-    torch.zeros = on_cpu  # type: ignore[assignment]
+    torch.zeros = on_cpu

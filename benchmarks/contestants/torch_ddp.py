@@ -9,7 +9,15 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.contestants import Train, stepwise
-from benchmarks.reference import Decoder, Weights, adamw, clip_gradients, load, mean_loss
+from benchmarks.reference import (
+    Decoder,
+    Weights,
+    adamw,
+    clip_gradients,
+    gradients_of,
+    load,
+    mean_loss,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +43,7 @@ def build(trial: Trial, weights: Weights) -> Train:
                 loss = mean_loss(model(tokens[:, :-1]), tokens[:, 1:]) / len(micro_batches)
                 loss.backward()
             total += loss.item()
-        clip_gradients([p.grad for p in plain.parameters()], trial.grad_clip)
+        clip_gradients(gradients_of(plain.parameters()), trial.grad_clip)
         optimizer.step()
         return total
 

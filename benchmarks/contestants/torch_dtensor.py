@@ -15,7 +15,15 @@ from torch.distributed.tensor.parallel import (
 )
 
 from benchmarks.contestants import Train, stepwise
-from benchmarks.reference import Decoder, Weights, adamw, clip_gradients, load, mean_loss
+from benchmarks.reference import (
+    Decoder,
+    Weights,
+    adamw,
+    clip_gradients,
+    gradients_of,
+    load,
+    mean_loss,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,10 +88,10 @@ def clip_split_gradients(
     torch's own `clip_grad_norm_` refuses DTensors and plain tensors together.
     """
     gradients, counted = [], []
-    for parameter in model.parameters():
-        local = _local(parameter.grad)
+    for gradient in gradients_of(model.parameters()):
+        local = _local(gradient)
         gradients.append(local)
-        split = isinstance(parameter.grad, DTensor) and parameter.grad.placements[0].is_shard()
+        split = isinstance(gradient, DTensor) and gradient.placements[0].is_shard()
         if split or tp_rank == 0:
             counted.append(local)
     everyone = dist.group.WORLD if group is None else group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from itertools import combinations
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,11 +13,12 @@ from torch.distributed.tensor.parallel import loss_parallel
 from benchmarks.contestants import Train, stepwise
 from benchmarks.contestants.torch_dtensor import clip_split_gradients, split_model
 from benchmarks.reference import Decoder, Weights, adamw, load, mean_loss
+from benchmarks.trial import layers_by_cost, layers_evenly
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from benchmarks.trial import Model, Trial
+    from benchmarks.trial import Trial
 
 
 def build(trial: Trial, weights: Weights) -> Train:
@@ -38,9 +38,10 @@ def build(trial: Trial, weights: Weights) -> Train:
     if layout.tp > 1:
         split_model(module, mesh["tp"])
     optimizer = adamw(trial, module.parameters())
-    ids = torch.empty(size, trial.model.seq_len, dtype=torch.int64, device="meta")
-    hidden = torch.empty(size, trial.model.seq_len, trial.model.hidden_size, device="meta")
-    logits = torch.empty(size, trial.model.seq_len, trial.model.vocab_size, device="meta")
+    shape, model = (size, trial.model.seq_len), trial.model
+    ids = torch.empty(shape, dtype=torch.int64, device="meta")
+    hidden = torch.empty(*shape, model.hidden_size, device="meta", requires_grad=True)
+    logits = torch.empty(*shape, model.vocab_size, device="meta", requires_grad=True)
     stage = PipelineStage(
         module,
         stage_index,
@@ -58,34 +59,10 @@ def build(trial: Trial, weights: Weights) -> Train:
         losses: list[Tensor] = []
         with loss_parallel() if layout.tp > 1 else contextlib.nullcontext():
             inputs = (batch[:, :-1],) if first else ()
-            targets = {"target": batch[:, 1:], "losses": losses} if last else {}
-            schedule.step(*inputs, **targets)
+            target = batch[:, 1:] if last else None
+            schedule.step(*inputs, target=target, losses=losses if last else None)
         clip_split_gradients(module, trial.grad_clip, tp_rank=tp_rank)
         optimizer.step()
         return sum(float(loss) for loss in losses) / len(losses) if losses else None
 
     return stepwise(step)
-
-
-def layers_evenly(model: Model, stages: int) -> list[range]:
-    """As many layers in each stage, the first ones taking what is left over."""
-    bounds = [-(-model.num_layers * stage // stages) for stage in range(stages + 1)]
-    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
-
-
-def layers_by_cost(model: Model, stages: int) -> list[range]:
-    """The split whose most expensive stage is cheapest: the head costs matrix products too."""
-    hidden = model.hidden_size
-    products = 3 if model.family == "llama" else 2
-    # Multiplications a token: parameters of the matrices, and scores and values of attention.
-    layer = 4 * hidden**2 + products * hidden * model.ffn_size + 2 * model.seq_len * hidden
-    head = hidden * model.vocab_size
-
-    def most_expensive(cuts: tuple[int, ...]) -> int:
-        bounds = [0, *cuts, model.num_layers]
-        sizes = [end - start for start, end in zip(bounds, bounds[1:], strict=False)]
-        return max(*(size * layer for size in sizes[:-1]), sizes[-1] * layer + head)
-
-    cuts = min(combinations(range(1, model.num_layers), stages - 1), key=most_expensive)
-    bounds = [0, *cuts, model.num_layers]
-    return [range(start, end) for start, end in zip(bounds, bounds[1:], strict=False)]
