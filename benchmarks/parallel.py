@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -185,6 +186,7 @@ def say(line: str) -> None:
 
 def main() -> None:
     """Check, measure, print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception: the ranks are ended too
     options = _options()
     comparison = Comparison(
         model=options.model,
