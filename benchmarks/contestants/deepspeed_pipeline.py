@@ -35,6 +35,10 @@ def build(trial: Trial, weights: Weights) -> Train:
         partition_method="parameters",
         activation_checkpoint_interval=0,
     )
+    # Its norm counts, of all stages but the first, only parameters with this mark: without it the
+    # gradients are clipped by the norm of the first stage, which our check finds.
+    for parameter in module.parameters():
+        parameter.model_parallel = layout.pp > 1
     engine, _, _, _ = deepspeed.initialize(
         model=module, optimizer=adamw(trial, module.parameters()), config=_config(trial)
     )
