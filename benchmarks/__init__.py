@@ -1,0 +1,1 @@
+"""What is measured rather than tested. Not part of the package."""
