@@ -59,8 +59,7 @@ FLOOR = "floor"
 DEEPSPEED = ("deepspeed==0.19.8", "einops", "hjson", "msgpack", "ninja", "py-cpuinfo", "pydantic")
 
 CONTESTANTS = (
-    # families: what our runtime's model can be today. Add "llama" once it can.
-    Contestant(OURS, "ours", lambda _: True, families=("gpt2",)),
+    Contestant(OURS, "ours", lambda _: True),
     Contestant(ALONE, "torch_alone", lambda layout: layout.world_size == 1),
     # As many ranks as the layout has, each alone with its share of the batch: what the machine
     # can do at best when the ranks never talk.

@@ -8,12 +8,21 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contestants import Done, Train
-from slurm_pt.config.schema import ModelConfig, TrainConfig
+from benchmarks.trial import layers_by_cost
+from slurm_pt.config.schema import (
+    Activation,
+    Bias,
+    ModelConfig,
+    Norm,
+    ParallelConfig,
+    Positions,
+    TrainConfig,
+)
 from slurm_pt.parallel.groups import create_groups
-from slurm_pt.plan.layout import ParallelLayout, split_layers
+from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import train_loop
-from slurm_pt.training.model import GPTStage
 from slurm_pt.training.optimizer import NamedAdamW
+from slurm_pt.training.rank_model import RankModel
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,21 +40,18 @@ def build(trial: Trial, weights: Weights) -> Train:
         layout, rank=dist.get_rank(), device=torch.device("cpu"), timeout_s=600.0
     )
     train_config = _train_config(trial)
-    stage = GPTStage(
+    model = RankModel(
         _model_config(trial),
-        layers=split_layers(trial.model.num_layers, layout.pp)[groups.place.pp_rank],
-        first=groups.first_stage,
-        last=groups.last_stage,
+        parallel=ParallelConfig(stage_layers=_stage_layers(trial)),
+        train=train_config,
         groups=groups,
-        dtype=train_config.dtype,
-        seed=trial.seed,
     )
-    _load(stage, weights)
-    optimizer = NamedAdamW(dict(stage.named_parameters()), train_config)
+    _load(model, weights, num_heads=trial.model.num_heads)
+    optimizer = NamedAdamW(dict(model.named_parameters()), train_config)
 
     def train(batches: Sequence[Tensor], done: Done) -> None:
         train_loop(
-            stage=stage,
+            model=model,
             optimizer=optimizer,
             dataset=_Batches(batches),  # type: ignore[arg-type]
             config=train_config,
@@ -63,6 +69,7 @@ def build(trial: Trial, weights: Weights) -> Train:
 
 def _model_config(trial: Trial) -> ModelConfig:
     model = trial.model
+    llama = model.family == "llama"
     return ModelConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -70,8 +77,19 @@ def _model_config(trial: Trial) -> ModelConfig:
         vocab_size=model.vocab_size,
         max_seq_len=model.seq_len,
         ffn_hidden_size=model.ffn_size,
+        positions=Positions.rotary if llama else Positions.learned,
+        norm=Norm.rms if llama else Norm.layer,
+        activation=Activation.swiglu if llama else Activation.gelu,
+        bias=Bias.none if llama else Bias.all,
         tie_embeddings=False,
     )
+
+
+def _stage_layers(trial: Trial) -> list[int] | None:
+    """Stages of equal cost, as a user of `parallel.stage_layers` sets them."""
+    if trial.layout.pp == 1:
+        return None
+    return [len(layers) for layers in layers_by_cost(trial.model, trial.layout.pp)]
 
 
 def _train_config(trial: Trial) -> TrainConfig:
@@ -92,12 +110,24 @@ def _train_config(trial: Trial) -> TrainConfig:
 
 
 @torch.no_grad()
-def _load(stage: GPTStage, weights: Weights) -> None:
-    """The names, and the order of the fused rows, are the same; each rank takes its shard."""
-    tp, tp_rank, dims = stage.groups.layout.tp, stage.groups.place.tp_rank, stage.shard_dims()
-    for name, parameter in stage.named_parameters():
-        whole, dim = weights[name], dims[name]
-        parameter.copy_(whole if dim is None else whole.chunk(tp, dim)[tp_rank])
+def _load(model: RankModel, weights: Weights, *, num_heads: int) -> None:
+    """Each rank takes its part of every whole tensor."""
+    parameters = dict(model.named_parameters())
+    for piece in model.pieces():
+        local = piece.of(parameters[piece.parameter])
+        whole = _whole(weights, piece.stored, num_heads)
+        begin = piece.shard.offsets(local.shape)
+        local.copy_(whole[tuple(slice(b, b + n) for b, n in zip(begin, local.shape, strict=True))])
+
+
+def _whole(weights: Weights, name: str, num_heads: int) -> Tensor:
+    """A tensor of ours; query, key and value lie head by head in the reference's fused one."""
+    module, _, kind = name.rpartition(".")
+    layer, _, part = module.rpartition(".")
+    if part not in ("query", "key", "value"):
+        return weights[name]
+    fused = weights[f"{layer}.qkv.{kind}"].unflatten(0, (num_heads, 3, -1))
+    return fused[:, ("query", "key", "value").index(part)].flatten(0, 1)
 
 
 class _Batches:
@@ -106,5 +136,11 @@ class _Batches:
     def __init__(self, batches: Sequence[Tensor]):
         self.batches = [batch.numpy() for batch in batches]
 
-    def batch(self, step: int, indices: range) -> Any:
+    mask_documents = False
+
+    def places(self, step: int, indices: range) -> tuple[int, range]:
+        return step, indices
+
+    def tokens(self, places: tuple[int, range]) -> Any:
+        step, indices = places
         return self.batches[step][indices.start : indices.stop]
