@@ -180,9 +180,9 @@ def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def adamw(trial: Trial, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-    """The optimizer of all contestants. `foreach`, as in our runtime.
+    """The optimizer of all contestants. `fused`, as in our runtime.
 
-    DTensors and plain tensors go into groups of their own: one foreach operation takes only one
+    DTensors and plain tensors go into groups of their own: one fused operation takes only one
     kind.
     """
     groups: dict[tuple[bool, type], list[nn.Parameter]] = {}
@@ -196,7 +196,7 @@ def adamw(trial: Trial, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW
         lr=trial.lr,
         betas=(trial.beta1, trial.beta2),
         eps=trial.eps,
-        foreach=True,
+        fused=True,
     )
 
 

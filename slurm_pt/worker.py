@@ -117,8 +117,8 @@ class _Trainer:
     def _record(self, run: Run, record: StepRecord, first_step: int) -> None:
         self.last_loss = record.loss
         if run.rank == 0:
-            line = dataclasses.asdict(record) | {"attempt": run.attempt.number}
-            record_metrics(run.folder, line)
+            figures = {k: v for k, v in dataclasses.asdict(record).items() if v is not None}
+            record_metrics(run.folder, figures | {"attempt": run.attempt.number})
             if record.step == first_step + 1:
                 _report_start(run, record.step_s)
         tokens_per_s = round(record.tokens / record.step_s, 1)

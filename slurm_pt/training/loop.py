@@ -25,7 +25,7 @@ from slurm_pt.parallel.data import (
     sum_tied_gradient,
 )
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
-from slurm_pt.parallel.pipeline import Message, run_pipeline
+from slurm_pt.parallel.pipeline import Message, run_forward_pipeline, run_pipeline
 from slurm_pt.training.feed import Feed, HostBatch
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
@@ -56,6 +56,8 @@ class StepRecord:
     """Without the time of a save that follows."""
     data_s: float
     """Part of step_s spent waiting for tokens."""
+    eval_loss: float | None = None
+    """Mean over the held-out tokens, after the update; None on steps without an evaluation."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,11 @@ def _steps(
         phase("optimizer")
         lr = learning_rate(step, config)
         trainer.update(totals.grad_norm, lr)
+        step_s = time.perf_counter() - begin
+        evaluation = _Evaluation(loss=None, stop=totals.stop)
+        if not totals.stop and _is_evaluated(step + 1, config):
+            phase("evaluate")
+            evaluation = trainer.evaluate(stop_requested)
         record(
             StepRecord(
                 step=step + 1,
@@ -130,18 +137,25 @@ def _steps(
                 grad_norm=totals.grad_norm,
                 lr=lr,
                 tokens=config.global_batch_size * config.seq_len,
-                step_s=time.perf_counter() - begin,
+                step_s=step_s,
                 data_s=data_s,
+                eval_loss=evaluation.loss,
             )
         )
         if step + 1 == config.steps:
             break
-        if totals.stop:
+        if evaluation.stop:
             return LoopEnd(step=step + 1, stopped=True)
         if totals.save:
             phase("save")
             save(step + 1)
     return LoopEnd(step=max(steps.start, config.steps), stopped=False)
+
+
+def _is_evaluated(step: int, config: TrainConfig) -> bool:
+    """Whether the held-out tokens are looked at after this many steps; always after the last."""
+    interval = config.eval_interval
+    return interval is not None and (step % interval == 0 or step == config.steps)
 
 
 def num_microbatches(config: TrainConfig, dp: int) -> int:
@@ -173,6 +187,15 @@ class _Totals:
     save: bool
     blank: bool
     """Some rank had no tokens: this step does not count."""
+
+
+@dataclass(frozen=True)
+class _Evaluation:
+    """What all ranks know after looking at the held-out tokens."""
+
+    loss: float | None
+    """None: broken off by a wish to stop."""
+    stop: bool
 
 
 class _Trainer:
@@ -230,6 +253,33 @@ class _Trainer:
         return _Totals(
             loss=loss_sum, grad_norm=math.sqrt(square_sum), stop=stops, save=saves, blank=blanks
         )
+
+    def evaluate(self, stop_requested: Callable[[], bool]) -> _Evaluation:
+        """The mean loss of the held-out batches, without dropout.
+
+        Between two of them ranks agree whether to go on: a long evaluation must not use up a
+        preempted job's grace.
+        """
+        self.model.train(False)
+        loss_sum = 0.0
+        for number in range(self.config.eval_batches):
+            loss = run_forward_pipeline(
+                self.model.chunks,
+                self.feed.validation(number),
+                message=self.message,
+                groups=self.groups,
+            )
+            if self.groups.place.tp_rank != 0:  # as in a step: count it once
+                loss.zero_()
+            stop = torch.full_like(loss, float(stop_requested()))
+            sums = torch.stack([loss / self.groups.layout.dp, stop])
+            batch_loss, stops = all_reduce(sums, self.groups.world).tolist()
+            if stops > 0:
+                self.model.train(True)
+                return _Evaluation(loss=None, stop=True)
+            loss_sum += batch_loss
+        self.model.train(True)
+        return _Evaluation(loss=loss_sum / self.config.eval_batches, stop=False)
 
     def update(self, grad_norm: float, lr: float) -> None:
         factor = clip_factor(grad_norm, self.config.grad_clip)

@@ -73,6 +73,11 @@ class RankModel:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
+    def train(self, training: bool) -> None:
+        """Switches dropout on, or off for an evaluation."""
+        for chunk in self.chunks:
+            chunk.train(training)
+
     def pieces(self) -> list[Piece]:
         """What is stored of all chunks."""
         return [piece for chunk in self.chunks for piece in chunk.pieces()]
