@@ -10,6 +10,7 @@
     ├── LaunchError                 ranks, nodes, rendezvous inside the allocation
     ├── CheckpointError             a checkpoint that cannot be written or read
     ├── DataError                   token files
+    ├── DivergedError               gradients that are not finite
     └── DevClusterError             the development cluster
 
 Anything else that is raised is a fault of ours or of the user's code and keeps its traceback.
@@ -65,6 +66,10 @@ class CheckpointError(SlurmPtError):
 
 class DataError(SlurmPtError):
     """A token file is missing, damaged or too small."""
+
+
+class DivergedError(SlurmPtError):
+    """A gradient is not finite: the same steps again would end the same way."""
 
 
 class DevClusterError(SlurmPtError):

@@ -28,6 +28,7 @@ from slurm_pt.starting import Clock, say, start_run
 if TYPE_CHECKING:
     from slurm_pt.parallel.shard import Shard
     from slurm_pt.training.loop import StepRecord
+    from slurm_pt.training.loss_scale import LossScale
     from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
 
@@ -74,6 +75,7 @@ class _Trainer:
     model: RankModel
     optimizer: NamedAdamW
     dataset: Any
+    loss_scale: LossScale
     last_loss: float | None = None
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, Shard]]:
@@ -92,7 +94,8 @@ class _Trainer:
                 path = Path(self.config.train.init_from).expanduser()
                 run.checkpointer.load_weights(path, weights, shards=shards)
             return 0
-        self.optimizer.set_step(resumed.step)
+        self.optimizer.set_step(resumed.common.get("updates", resumed.step))
+        self.loss_scale.load(resumed.common.get("loss_scale"))
         run.note_resumed(resumed.step, resumed.skipped)
         return resumed.step
 
@@ -112,6 +115,7 @@ class _Trainer:
             record=lambda record: self._record(run, record, first_step),
             phase=run.heartbeat.enter,
             prefetch=self.config.data.prefetch,
+            loss_scale=self.loss_scale,
         )
 
     def _record(self, run: Run, record: StepRecord, first_step: int) -> None:
@@ -135,7 +139,11 @@ class _Trainer:
 
     def save(self, run: Run, step: int) -> None:
         tensors, shards = self.tensors()
-        common = {"global_batch_size": self.config.train.global_batch_size}
+        common = {
+            "global_batch_size": self.config.train.global_batch_size,
+            "updates": self.optimizer.updates,
+            "loss_scale": self.loss_scale.state(),
+        }
         run.save_tensors(step, tensors, shards=shards, common=common)
 
     def save_and_stop(self, run: Run, step: int) -> None:
@@ -155,6 +163,7 @@ class _Trainer:
 def _build(run: Run, config: RunConfig) -> _Trainer:
     """Model shard, optimizer and data of this rank."""
     from slurm_pt.training.data import TokenDataset
+    from slurm_pt.training.loss_scale import LossScale
     from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
 
@@ -171,7 +180,7 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     )
     if config.train.eval_interval is not None:
         dataset.check_validation(config.train.eval_batches)
-    return _Trainer(config, model, optimizer, dataset)
+    return _Trainer(config, model, optimizer, dataset, LossScale.of(config.train))
 
 
 def _data_paths(run: Run, config: RunConfig) -> Path | dict[Path, float]:

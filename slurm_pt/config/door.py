@@ -27,7 +27,7 @@ _J = TypeVar("_J", bound=JobConfig)
 
 SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_root", "name")
 """Keys that do not change what a run computes, and so do not name its folder."""
-KEYS_WITHOUT_INFLUENCE = (("data", "prefetch"),)
+KEYS_WITHOUT_INFLUENCE = (("data", "prefetch"), ("train", "recompute"))
 """The same, within sections that do."""
 LONGEST_SIGNAL_LEAD_S = 65535
 """The largest number that sbatch takes in --signal."""
@@ -308,6 +308,8 @@ def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
         ("train.micro_batch_size", train.micro_batch_size),
         ("train.seq_len", train.seq_len),
         ("train.eval_batches", train.eval_batches),
+        ("train.loss_scale", train.loss_scale),
+        ("train.loss_scale_window", train.loss_scale_window),
     ):
         if value < 1:
             yield Problem(key, value, "must be at least 1", f"set {key}=1 or more")

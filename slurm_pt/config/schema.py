@@ -25,6 +25,7 @@ class DType(Enum):
     float32 = "float32"
     float64 = "float64"
     bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 class Positions(Enum):
@@ -69,6 +70,16 @@ class Bias(Enum):
     qkv = "qkv"
     """Query, key and value alone (Qwen 2)."""
     none = "none"
+
+
+class Recompute(Enum):
+    """What a layer does not keep for its backward pass."""
+
+    none = "none"
+    selective = "selective"
+    """Norms and the non-linearity: cheap to compute again."""
+    full = "full"
+    """All but its input: the layer's forward pass runs twice."""
 
 
 class Schedule(Enum):
@@ -195,7 +206,13 @@ class TrainConfig:
     init_from: str | None = None
     """A committed checkpoint (a folder step_N) whose weights to start from; null: random ones."""
     dtype: DType = DType.float32
-    """Of activations; float32, float64, or bfloat16 (weights and moments then stay float32)."""
+    """Of activations: float32, float64, bfloat16 or float16 (weights and moments stay float32)."""
+    loss_scale: float = 65536.0
+    """float16: what the loss is multiplied with at first; halved when a gradient overflows."""
+    loss_scale_window: int = 1000
+    """float16: steps without an overflow after which the factor is doubled."""
+    recompute: Recompute = Recompute.none
+    """What the backward pass computes again instead of keeping it: none, selective or full."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and the dropout masks, in any layout."""
     eval_interval: int | None = None

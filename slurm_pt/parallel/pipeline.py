@@ -51,13 +51,15 @@ def run_pipeline(
     groups: ProcessGroups,
     schedule: Schedule = Schedule.one_f_one_b,
     weight_gradients: WeightGradients | None = None,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """The mean loss of the micro-batches, and its gradient added to the parameters' `.grad`.
 
     `chunks` are this rank's, first one first; chunk c of pipeline rank r is stage c * pp + r. The
     loss is a float64 scalar; 0 on all ranks but that of the last stage. With one stage this is
     plain gradient accumulation. `weight_gradients` is the object that the chunks' layers were
-    made with; without it, zero_bubble's weight passes are empty.
+    made with; without it, zero_bubble's weight passes are empty. Gradients are `loss_scale` times
+    those of the loss.
 
     Raises ValueError for several chunks without the interleaved schedule.
     """
@@ -67,7 +69,8 @@ def run_pipeline(
         num_microbatches=len(micro_batches),
         virtual_stages=len(chunks),
     )[groups.place.pp_rank]
-    passes = _Passes(chunks, micro_batches, groups, weight_gradients or WeightGradients())
+    later = weight_gradients or WeightGradients()
+    passes = _Passes(chunks, micro_batches, groups, later, loss_scale)
     links = _Links(program, message, groups)
     for step in program.steps:
         for transfer in step.posts:
@@ -135,7 +138,9 @@ class _Passes:
         micro_batches: Sequence[MicroBatchT],
         groups: ProcessGroups,
         weight_gradients: WeightGradients,
+        loss_scale: float,
     ):
+        self.loss_scale = loss_scale
         self.chunks, self.micro_batches = chunks, micro_batches
         self.last_chunk = len(chunks) - 1 if groups.last_stage else None
         self.weight_gradients = weight_gradients
@@ -155,7 +160,7 @@ class _Passes:
         if action.chunk == self.last_chunk:
             share = 1.0 / len(self.micro_batches)
             self.loss += output.detach() * share
-            loss_grad = torch.full_like(output, share)
+            loss_grad = torch.full_like(output, share * self.loss_scale)
         self.in_flight[action.chunk, action.microbatch] = _InFlight(entered, edge, loss_grad)
         return output.detach() if loss_grad is None else None
 

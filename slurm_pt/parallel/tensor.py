@@ -13,7 +13,7 @@ arXiv:2205.05198, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,11 @@ from torch.nn import functional
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
 from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.parallel.weight_gradients import WeightGradients, add_weight_gradient
+
+
+Prepare = Callable[[Tensor], Tensor]
+"""A cheap function in front of a product (a norm, a non-linearity), to be computed again in the
+backward pass instead of keeping what it gave. Its parameters get their gradients."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,9 @@ class ColumnParallelLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(local, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:  # [seq (/ tp), batch, in] -> [seq, batch, out / tp]
-        return column_parallel_linear(x, self.weight, self.bias, axis=self.axis)
+    def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:
+        """[seq (/ tp), batch, in] -> [seq, batch, out / tp], of `prepare(x)` if that is given."""
+        return column_parallel_linear(x, self.weight, self.bias, axis=self.axis, prepare=prepare)
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
         parts, begin = [], 0
@@ -167,10 +173,11 @@ class RowParallelLinear(nn.Module):
             nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
 
-    def forward(self, x: Tensor) -> Tensor:  # [seq, batch, in / tp] -> [seq (/ tp), batch, out]
+    def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:
+        """[seq, batch, in / tp] -> [seq (/ tp), batch, out], of `prepare(x)` if that is given."""
         if self.axis.tp == 1:
-            return linear(x, self.weight, self.bias, axis=self.axis)
-        output = linear(x, self.weight, None, axis=self.axis)
+            return linear(x, self.weight, self.bias, axis=self.axis, prepare=prepare)
+        output = linear(x, self.weight, None, axis=self.axis, prepare=prepare)
         output = sum_over_ranks(output, axis=self.axis)
         return output if self.bias is None else output + self.bias.to(x.dtype)
 
@@ -209,22 +216,41 @@ class VocabParallelEmbedding(nn.Module):
         return [StoredPart(parameter, slice(None), self.axis.shard(0))]
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: TensorAxis) -> Tensor:
-    """The product x @ weight.T + bias, with nothing to be summed over ranks."""
-    output: Tensor = _Linear.apply(x, weight, bias, axis)  # type: ignore[no-untyped-call]
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    axis: TensorAxis,
+    prepare: Prepare | None = None,
+) -> Tensor:
+    """The product x @ weight.T + bias, with nothing to be summed over ranks.
+
+    With `prepare` it is that of prepare(x), which the backward pass computes again from x.
+    """
+    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, axis, prepare
+    )
     return output
 
 
 def column_parallel_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, axis: TensorAxis
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    axis: TensorAxis,
+    prepare: Prepare | None = None,
 ) -> Tensor:
-    """The product x @ weight.T + bias for this rank's output features.
+    """The product x @ weight.T + bias for this rank's output features; `prepare` as in `linear`.
 
     Weights are cast to the format of x, so float32 weights can serve bfloat16 activations.
     """
     if axis.tp == 1:
-        return linear(x, weight, bias, axis=axis)
-    output: Tensor = _ColumnLinear.apply(x, weight, bias, axis)  # type: ignore[no-untyped-call]
+        return linear(x, weight, bias, axis=axis, prepare=prepare)
+    output: Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, axis, prepare
+    )
     return output
 
 
@@ -272,13 +298,38 @@ def _weight_gradient(
     return None
 
 
+class _Again:
+    """What a layer's product was taken of, computed once more for its backward pass."""
+
+    def __init__(self, x: Tensor, prepare: Prepare | None):
+        self.leaf, self.entered, self.output = x, x, None
+        if prepare is not None:
+            with torch.enable_grad():
+                self.leaf = x.detach().requires_grad_()
+                self.output = prepare(self.leaf)
+            self.entered = self.output.detach()
+
+    def gradient(self, grad_entered: Tensor | None) -> Tensor | None:
+        """The gradient of x; those of what `prepare` holds are added to its parameters."""
+        if self.output is None:
+            return grad_entered
+        torch.autograd.backward(self.output, grad_entered)
+        return self.leaf.grad
+
+
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: TensorAxis,
+        prepare: Prepare | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.axis = bias is not None, axis
+        ctx.has_bias, ctx.axis, ctx.prepare = bias is not None, axis, prepare
+        x = x if prepare is None else prepare(x)
         bias = None if bias is None else bias.to(x.dtype)
         return functional.linear(x, weight.to(x.dtype), bias)
 
@@ -286,10 +337,11 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad_output,) = grads  # [..., out]
         x, weight = ctx.saved_tensors
-        grad_x = grad_output @ weight.to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(weight, grad_output, x, ctx.axis)
+        again = _Again(x, ctx.prepare)
+        grad_entered = grad_output @ weight.to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_weight = _weight_gradient(weight, grad_output, again.entered, ctx.axis)
         grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return grad_x, grad_weight, grad_bias, None
+        return again.gradient(grad_entered), grad_weight, grad_bias, None, None
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -301,10 +353,16 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: TensorAxis,
+        prepare: Prepare | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.axis = bias is not None, axis
+        ctx.has_bias, ctx.axis, ctx.prepare = bias is not None, axis, prepare
+        x = x if prepare is None else prepare(x)
         if axis.splits_sequence:
             x, work = _start_gather(x, axis)
             work.wait()
@@ -316,19 +374,20 @@ class _ColumnLinear(torch.autograd.Function):
         (grad_output,) = grads  # [seq, batch, out / tp]
         x, weight = ctx.saved_tensors
         axis: TensorAxis = ctx.axis
-        grad_x = work = gathering = None
+        again = _Again(x, ctx.prepare)
+        entered, grad_entered, work, gathering = again.entered, None, None, None
         if axis.splits_sequence:
-            x, gathering = _start_gather(x, axis)
+            entered, gathering = _start_gather(entered, axis)
         if ctx.needs_input_grad[0]:
-            grad_x = grad_output @ weight.to(x.dtype)
-            grad_x, work = _start_reduction(grad_x, axis)
+            grad_entered = grad_output @ weight.to(x.dtype)
+            grad_entered, work = _start_reduction(grad_entered, axis)
         if gathering is not None:
             gathering.wait()
-        grad_weight = _weight_gradient(weight, grad_output, x, axis)
+        grad_weight = _weight_gradient(weight, grad_output, entered, axis)
         grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.has_bias else None
         if work is not None:
             work.wait()
-        return grad_x, grad_weight, grad_bias, None
+        return again.gradient(grad_entered), grad_weight, grad_bias, None, None
 
 
 def _start_gather(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work]:

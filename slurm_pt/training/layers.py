@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from slurm_pt.config.schema import Activation, Bias, ModelConfig, Norm, Positions
+from slurm_pt.config.schema import Activation, Bias, ModelConfig, Norm, Positions, Recompute
 from slurm_pt.parallel.tensor import (
     ColumnParallelLinear,
+    Prepare,
     RowParallelLinear,
     Rows,
     TensorAxis,
@@ -36,6 +38,7 @@ class Build:
     """Of the dropout masks."""
     device: torch.device
     dtype: torch.dtype
+    recompute: Recompute = Recompute.none
 
     @property
     def kind(self) -> dict[str, Any]:
@@ -90,11 +93,28 @@ class Layer(nn.Module):
         self.ffn_norm = build.norm()
         self.ffn = FeedForward(build)
         self.ffn_dropout = build.dropout(f"layers.{index}.ffn")
+        self.recompute = build.recompute
 
     def forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
-        attended = self.attention(self.attention_norm(hidden), micro_batch)
+        """[seq (/ tp), batch, hidden] -> the same."""
+        if self.recompute is Recompute.full and torch.is_grad_enabled():
+            # Nothing here draws from torch's random state: it need not be kept.
+            output: Tensor = checkpoint(
+                self._forward, hidden, micro_batch, use_reentrant=False, preserve_rng_state=False
+            )
+            return output
+        return self._forward(hidden, micro_batch)
+
+    def _forward(self, hidden: Tensor, micro_batch: MicroBatch) -> Tensor:
+        if self.recompute is Recompute.selective:
+            attended = self.attention(hidden, micro_batch, prepare=self.attention_norm)
+        else:
+            attended = self.attention(self.attention_norm(hidden), micro_batch)
         hidden = hidden + self.attention_dropout(attended, micro_batch)
-        fed = self.ffn(self.ffn_norm(hidden))
+        if self.recompute is Recompute.selective:
+            fed = self.ffn(hidden, prepare=self.ffn_norm)
+        else:
+            fed = self.ffn(self.ffn_norm(hidden))
         output: Tensor = hidden + self.ffn_dropout(fed, micro_batch)
         return output
 
@@ -131,9 +151,9 @@ class Attention(nn.Module):
         )
         self.rotary = Rotary(config) if config.positions is Positions.rotary else None
 
-    def forward(self, x: Tensor, micro_batch: MicroBatch) -> Tensor:
-        """[seq (/ tp), batch, hidden] -> the same."""
-        parts = self.qkv(x).split(self.qkv.sizes, dim=-1)
+    def forward(self, x: Tensor, micro_batch: MicroBatch, prepare: Prepare | None = None) -> Tensor:
+        """[seq (/ tp), batch, hidden] -> the same; `prepare` as in `parallel.tensor.linear`."""
+        parts = self.qkv(x, prepare).split(self.qkv.sizes, dim=-1)
         # [seq, batch, heads * head] -> [batch, heads, seq, head]
         query, key, value = (
             part.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for part in parts
@@ -175,15 +195,22 @@ class FeedForward(nn.Module):
             config.ffn_size, config.hidden_size, axis=build.axis, bias=bias, **build.kind
         )
 
-    def forward(self, x: Tensor) -> Tensor:  # [seq (/ tp), batch, hidden] -> the same
-        wide = self.up(x)  # [seq, batch, ffn / tp], twice as wide with a gate
-        if self.gated:
-            gate, up = wide.chunk(2, dim=-1)
-            wide = functional.silu(gate) * up
-        else:
-            wide = functional.gelu(wide, approximate="tanh")
-        output: Tensor = self.down(wide)
+    def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:
+        """[seq (/ tp), batch, hidden] -> the same.
+
+        With `prepare` the non-linearity, too, is computed again in the backward pass.
+        """
+        wide = self.up(x, prepare)  # [seq, batch, ffn / tp], twice as wide with a gate
+        output: Tensor = (
+            self.down(self._activate(wide)) if prepare is None else self.down(wide, self._activate)
+        )
         return output
+
+    def _activate(self, wide: Tensor) -> Tensor:
+        if not self.gated:
+            return functional.gelu(wide, approximate="tanh")
+        gate, up = wide.chunk(2, dim=-1)
+        return functional.silu(gate) * up
 
 
 class LayerNorm(nn.LayerNorm):

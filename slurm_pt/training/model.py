@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slurm_pt.config.schema import DType, ModelConfig
+from slurm_pt.config.schema import DType, ModelConfig, Recompute
 from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.parallel.tensor import (
     ColumnParallelLinear,
@@ -43,6 +43,7 @@ def compute_dtype(dtype: DType) -> torch.dtype:
         "float32": torch.float32,
         "float64": torch.float64,
         "bfloat16": torch.bfloat16,
+        "float16": torch.float16,
     }
     return formats[dtype.value]
 
@@ -50,7 +51,7 @@ def compute_dtype(dtype: DType) -> torch.dtype:
 def parameter_dtype(dtype: DType) -> torch.dtype:
     """The format of weights, gradients and moments: never less than float32.
 
-    With bfloat16 the weights are cast for each use, since updates below 1/256 of a bfloat16
+    With 16-bit activations the weights are cast for each use: updates below 1/256 of a bfloat16
     weight would be lost.
     """
     return torch.float64 if dtype is DType.float64 else torch.float32
@@ -99,11 +100,12 @@ class GPTStage(nn.Module):
         device: torch.device,
         dtype: DType,
         seed: int,
+        recompute: Recompute = Recompute.none,
     ):
         super().__init__()
         self.config, self.span, self.axis, self.seed = config, span, axis, seed
         self.dtype = compute_dtype(dtype)
-        build = Build(config, axis, seed, device, parameter_dtype(dtype))
+        build = Build(config, axis, seed, device, parameter_dtype(dtype), recompute)
         self.embedding = Embedding(build) if span.first else None
         # Keyed by the index in the whole model: names are the same in every layout.
         self.layers = nn.ModuleDict({str(index): Layer(build, index) for index in span.layers})

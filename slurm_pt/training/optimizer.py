@@ -48,6 +48,8 @@ class NamedAdamW:
             for name, parameter in self.parameters.items()
         }
         # One number each, on the parameter's device: the fused kernel reads and raises it there.
+        self.updates = 0
+        """How often it has changed the weights."""
         self.steps = {
             name: torch.zeros((), dtype=torch.float32, device=parameter.device)
             for name, parameter in self.parameters.items()
@@ -56,6 +58,7 @@ class NamedAdamW:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients."""
+        self.updates += 1
         matrices = [name for name, parameter in self.parameters.items() if parameter.ndim >= 2]
         vectors = [name for name, parameter in self.parameters.items() if parameter.ndim < 2]
         self._update(matrices, lr, weight_decay=self.config.weight_decay)
@@ -92,5 +95,6 @@ class NamedAdamW:
 
     def set_step(self, steps: int) -> None:
         """Tell it how many updates were made, after moments were loaded into `state`."""
+        self.updates = steps
         for count in self.steps.values():
             count.fill_(float(steps))

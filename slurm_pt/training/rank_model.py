@@ -60,6 +60,7 @@ class RankModel:
                 device=groups.device,
                 dtype=train.dtype,
                 seed=train.seed,
+                recompute=train.recompute,
             )
             for stage in range(groups.place.pp_rank, stages, pp)
         ]

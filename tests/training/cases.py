@@ -18,6 +18,7 @@ from slurm_pt.config.schema import (
     Norm,
     ParallelConfig,
     Positions,
+    Recompute,
     Schedule,
     TrainConfig,
 )
@@ -73,6 +74,15 @@ VARIANTS = {
     "dropout, split sequence": Variant(replace(MODEL, dropout=0.1), sequence=True),
     "llama": Variant(LLAMA),
     "llama, split sequence": Variant(LLAMA, sequence=True),
+    "selective recompute": Variant(
+        replace(MODEL, dropout=0.1), replace(TRAIN, recompute=Recompute.selective)
+    ),
+    "llama, selective recompute, split sequence": Variant(
+        LLAMA, replace(TRAIN, recompute=Recompute.selective), sequence=True
+    ),
+    "full recompute": Variant(
+        replace(MODEL, dropout=0.1), replace(TRAIN, recompute=Recompute.full)
+    ),
     # 8 samples in micro-batches of 4: two for a pipeline of four, one for a dp2 pipeline of two.
     "few micro-batches": Variant(train=replace(TRAIN, micro_batch_size=4)),
 }
