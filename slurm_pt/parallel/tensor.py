@@ -26,7 +26,6 @@ from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
 from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.parallel.weight_gradients import WeightGradients, add_weight_gradient
 
-
 Prepare = Callable[[Tensor], Tensor]
 """A cheap function in front of a product (a norm, a non-linearity), to be computed again in the
 backward pass instead of keeping what it gave. Its parameters get their gradients."""

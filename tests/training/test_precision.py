@@ -31,7 +31,7 @@ def test_other_formats_have_no_scale():
     assert (scale.factor, scale.is_dynamic) == (1.0, False)
 
 
-def test_f53_the_scale_goes_on_from_a_checkpoint():
+def test_f58_the_scale_goes_on_from_a_checkpoint():
     saved = LossScale(16.0, window=5)
     saved.note(overflow=False)
     resumed = LossScale(2.0, window=5)
