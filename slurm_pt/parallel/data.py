@@ -1,4 +1,4 @@
-"""Gradients over the copies of a model: averaged over dp, summed over tied weights, measured.
+"""Gradients over the copies of a model: summed over dp, summed over tied weights, measured.
 
 The gradients live in a few flat buffers, so that an average is a few large messages and the
 order of every sum is fixed.
@@ -14,20 +14,24 @@ from torch import Tensor, nn
 
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
 from slurm_pt.parallel.shard import Shard
+from slurm_pt.parallel.weight_gradients import watch_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-BUCKET_BYTES = 64 * 2**20
-"""Large enough to be bound by bandwidth, not latency, on gloo and NCCL alike; and small enough
-that several are on their way at once."""
+BUCKET_BYTES = 25 * 2**20
+"""Large enough to be bound by bandwidth, not latency; small enough that most of them are on their
+way before the backward pass ends (the same as torch's DDP)."""
 
 
 class GradientBuckets:
-    """The gradients of some parameters as views into few flat buffers.
+    """The gradients of some parameters as views into few flat buffers, summed while they come.
 
-    Each parameter's `.grad` is such a view from the start and must stay one: zero it with
-    `zero`, never with `zero_grad(set_to_none=True)`.
+    Each parameter's `.grad` is such a view from the start and must stay one: begin a step with
+    `start_step`, never with `zero_grad(set_to_none=True)`.
+
+    A buffer is on its way as soon as its last gradient of the step is there, while the backward
+    pass goes on. How often each gradient is added to in a step is learnt from the first one.
     """
 
     def __init__(
@@ -46,36 +50,62 @@ class GradientBuckets:
             if bucket and (
                 size_bytes + parameter.nbytes > bucket_bytes or parameter.dtype != bucket[0].dtype
             ):
-                self.buffers.append(_flat_gradients(bucket))
+                self._add(bucket)
                 bucket, size_bytes = [], 0
             bucket.append(parameter)
             size_bytes += parameter.nbytes
         if bucket:
-            self.buffers.append(_flat_gradients(bucket))
+            self._add(bucket)
+        self._added = [0] * len(self.buffers)
+        """How many gradients were added in this step, by bucket."""
+        self._expected: list[int] | None = None
+        self._works: dict[int, dist.Work | None] = {}
 
-    def zero(self) -> None:
+    def start_step(self) -> None:
+        """Zero all gradients."""
         for buffer in self.buffers:
             buffer.zero_()
+        self._added = [0] * len(self.buffers)
 
     def scale(self, factor: float) -> None:
         for buffer in self.buffers:
             buffer.mul_(factor)
 
-    def average(self) -> None:
-        """Replace each gradient by its mean over the group. A collective over it."""
-        if self.group.size() == 1:
-            return
-        works = [start_all_reduce(buffer, self.group) for buffer in self.buffers]
-        for work, buffer in zip(works, self.buffers, strict=True):
+    def finish_sum(self) -> None:
+        """Return when each gradient is its sum over the group. A collective over it."""
+        if self._expected is None:
+            self._expected = list(self._added)
+        for index in range(len(self.buffers)):
+            if index not in self._works:
+                self._works[index] = start_all_reduce(self.buffers[index], self.group)
+        for work in self._works.values():
             if work is not None:
                 work.wait()
-            buffer.div_(self.group.size())
+        self._works.clear()
+
+    def _add(self, members: list[nn.Parameter]) -> None:
+        index = len(self.buffers)
+        self.buffers.append(_flat_gradients(members))
+        if self.group.size() == 1:
+            return
+        for parameter in members:
+            # Autograd says so itself; layers that add to the gradient themselves call the other.
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda _: self._note(index)
+            )
+            watch_gradient(parameter, lambda: self._note(index))
+
+    def _note(self, index: int) -> None:
+        """A gradient of this bucket was added to."""
+        self._added[index] += 1
+        if self._expected is not None and self._added[index] == self._expected[index]:
+            self._works[index] = start_all_reduce(self.buffers[index], self.group)
 
 
 def sum_tied_gradient(parameter: nn.Parameter | None, groups: ProcessGroups) -> None:
     """Give both copies of a tied embedding the sum of their two gradients.
 
-    Call it on all ranks after the average over dp, with this rank's copy on the first and the
+    Call it on all ranks after the sum over dp, with this rank's copy on the first and the
     last stage (None: nothing is tied). A sum of two terms is the same on both, so copies that
     start bit-equal stay so.
     """

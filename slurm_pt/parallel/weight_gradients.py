@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 
+_WATCHERS = "slurm_pt_gradient_watchers"
+"""Attribute of a parameter."""
+
+
 class WeightGradients:
     """Takes weight gradients from the layers' backward passes while a pipeline collects them.
 
@@ -65,3 +69,13 @@ def add_weight_gradient(parameter: Tensor, grad_output: Tensor, x: Tensor) -> No
         parameter.grad.addmm_(grad_output.t(), x)
     else:
         parameter.grad.add_(grad_output.t() @ x)
+    for watcher in getattr(parameter, _WATCHERS, ()):
+        watcher()
+
+
+def watch_gradient(parameter: Tensor, watcher: Callable[[], None]) -> None:
+    """Call `watcher` whenever `add_weight_gradient` has added to the parameter's gradient.
+
+    Autograd's own hooks do not see that.
+    """
+    setattr(parameter, _WATCHERS, (*getattr(parameter, _WATCHERS, ()), watcher))

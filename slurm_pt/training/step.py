@@ -107,7 +107,7 @@ class TrainStep:
         The gradients are those of the scaled loss.
         """
         self.phase("forward_backward")
-        self.buckets.zero()
+        self.buckets.start_step()
         loss = run_pipeline(
             self.model.chunks,
             micro_batches,
@@ -115,13 +115,14 @@ class TrainStep:
             groups=self.groups,
             schedule=self.model.schedule,
             weight_gradients=self.model.weight_gradients,
-            loss_scale=self.loss_scale.factor,
+            # Replicas' gradients are summed: each gives its share of the mean.
+            loss_scale=self.loss_scale.factor / self.groups.layout.dp,
         )
         self.phase("average")
+        self.buckets.finish_sum()
         partial = self.model.partial_gradients()
         sum_gradients([p.grad for p in partial if p.grad is not None], self.groups.tp)
         sum_gradients(self.model.shared_gradients(), self.groups.kv)
-        self.buckets.average()
         sum_tied_gradient(self.model.tied_parameter(), self.groups)
         if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
             loss.zero_()

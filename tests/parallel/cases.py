@@ -282,16 +282,16 @@ def outputs_alive(count: int) -> list[int]:
     return alive
 
 
-def averages() -> dict[str, Any]:
-    """Gradients averaged over 4 dp ranks, from buckets of two parameters each."""
+def sums() -> dict[str, Any]:
+    """Gradients summed over 4 dp ranks, from buckets of two parameters each."""
     groups = make(1, 1, dist.get_world_size())
     parameters = [nn.Parameter(torch.zeros(2, 3, dtype=torch.float64)) for _ in range(5)]
     buckets = GradientBuckets(parameters, group=groups.dp, bucket_bytes=2 * 6 * 8)
     for number, parameter in enumerate(parameters):
         parameter.grad.add_(number * 10.0 + groups.place.dp_rank)
-    buckets.average()
+    buckets.finish_sum()
     values = [parameter.grad.unique().tolist() for parameter in parameters]
-    buckets.zero()
+    buckets.start_step()
     zeros = [parameter.grad.abs().max().item() for parameter in parameters]
     groups.close()
     return {"values": values, "zeros": zeros, "buckets": len(buckets.buffers)}

@@ -42,10 +42,10 @@ def test_a_stage_does_not_keep_the_outputs_it_has_sent():
     assert first == [0] * 6
 
 
-def test_gradients_are_averaged_in_buckets():
-    # Ranks hold n * 10 + (0, 1, 2, 3), so the mean is n * 10 + 1.5; five in pairs: 3 buckets.
-    for found in run_ranks(4, "tests.parallel.cases:averages"):
-        assert found["values"] == [[1.5], [11.5], [21.5], [31.5], [41.5]]
+def test_gradients_are_summed_in_buckets():
+    # Ranks hold n * 10 + (0, 1, 2, 3), so the sum is n * 40 + 6; five in pairs: 3 buckets.
+    for found in run_ranks(4, "tests.parallel.cases:sums"):
+        assert found["values"] == [[6.0], [46.0], [86.0], [126.0], [166.0]]
         assert found["zeros"] == [0.0] * 5
         assert found["buckets"] == 3
 

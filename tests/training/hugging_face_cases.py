@@ -155,7 +155,7 @@ def _run_ours(
     loss = run_pipeline(forward, micro_batches, message=message, groups=groups)
     sum_gradients([p.grad for p in stage.partial_gradients() if p.grad is not None], groups.tp)
     sum_gradients(stage.shared_gradients(), groups.kv)
-    buckets.average()
+    buckets.finish_sum()
     sum_tied_gradient(stage.tied_parameter(), groups)
     return loss
 
