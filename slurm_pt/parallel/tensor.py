@@ -228,7 +228,7 @@ def linear(
     With `prepare` it is that of prepare(x), which the backward pass computes again from x.
     """
     output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, axis, prepare
+        x, weight, bias, axis, False, prepare
     )
     return output
 
@@ -247,8 +247,8 @@ def column_parallel_linear(
     """
     if axis.tp == 1:
         return linear(x, weight, bias, axis=axis, prepare=prepare)
-    output: Tensor = _ColumnLinear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, axis, prepare
+    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, axis, True, prepare
     )
     return output
 
@@ -317,37 +317,12 @@ class _Again:
 
 
 class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: TensorAxis,
-        prepare: Prepare | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.axis, ctx.prepare = bias is not None, axis, prepare
-        x = x if prepare is None else prepare(x)
-        bias = None if bias is None else bias.to(x.dtype)
-        return functional.linear(x, weight.to(x.dtype), bias)
+    """The product of `prepare(x)` and a weight.
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad_output,) = grads  # [..., out]
-        x, weight = ctx.saved_tensors
-        again = _Again(x, ctx.prepare)
-        grad_entered = grad_output @ weight.to(x.dtype) if ctx.needs_input_grad[0] else None
-        grad_weight = _weight_gradient(weight, grad_output, again.entered, ctx.axis)
-        grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.has_bias else None
-        return again.gradient(grad_entered), grad_weight, grad_bias, None, None
-
-
-class _ColumnLinear(torch.autograd.Function):
-    """Backward: the input gradient's reduction runs while the weight gradient is computed.
-
-    With a split sequence the whole input is gathered again for the weight gradient, while the
-    input gradient is computed: keeping it would undo what the split saves.
+    With `shared` input (column-parallel) the input gradient's reduction over the ranks runs while
+    the weight gradient is computed. With a split sequence the whole input is gathered again for
+    the weight gradient, while the input gradient is computed: keeping it would undo what the split
+    saves.
     """
 
     @staticmethod
@@ -357,12 +332,13 @@ class _ColumnLinear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         axis: TensorAxis,
+        shared: bool,
         prepare: Prepare | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.axis, ctx.prepare = bias is not None, axis, prepare
+        ctx.has_bias, ctx.axis, ctx.shared, ctx.prepare = bias is not None, axis, shared, prepare
         x = x if prepare is None else prepare(x)
-        if axis.splits_sequence:
+        if shared and axis.splits_sequence:
             x, work = _start_gather(x, axis)
             work.wait()
         bias = None if bias is None else bias.to(x.dtype)
@@ -370,23 +346,24 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (grad_output,) = grads  # [seq, batch, out / tp]
+        (grad_output,) = grads  # [seq, batch, out]
         x, weight = ctx.saved_tensors
         axis: TensorAxis = ctx.axis
         again = _Again(x, ctx.prepare)
-        entered, grad_entered, work, gathering = again.entered, None, None, None
-        if axis.splits_sequence:
+        entered, grad_entered, reducing, gathering = again.entered, None, None, None
+        if ctx.shared and axis.splits_sequence:
             entered, gathering = _start_gather(entered, axis)
         if ctx.needs_input_grad[0]:
             grad_entered = grad_output @ weight.to(x.dtype)
-            grad_entered, work = _start_reduction(grad_entered, axis)
+            if ctx.shared:
+                grad_entered, reducing = _start_reduction(grad_entered, axis)
         if gathering is not None:
             gathering.wait()
         grad_weight = _weight_gradient(weight, grad_output, entered, axis)
         grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.has_bias else None
-        if work is not None:
-            work.wait()
-        return again.gradient(grad_entered), grad_weight, grad_bias, None, None
+        if reducing is not None:
+            reducing.wait()
+        return again.gradient(grad_entered), grad_weight, grad_bias, None, None, None
 
 
 def _start_gather(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work]:
