@@ -1,0 +1,158 @@
+"""What the ranks of test_traffic do: count the bytes of every call to a process group."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from slurm_pt.config.schema import ParallelConfig, Schedule
+from slurm_pt.plan import traffic
+from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.training.loop import train_loop
+from slurm_pt.training.optimizer import NamedAdamW
+from tests.training.cases import LLAMA, MODEL, TRAIN, build, dataset_of, groups_of, ignore, never
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from slurm_pt.config.schema import ModelConfig
+    from slurm_pt.parallel.groups import ProcessGroups
+    from slurm_pt.training.rank_model import RankModel
+
+ONE_STEP = replace(TRAIN, steps=1, micro_batch_size=1)
+MODELS = {
+    "tied": replace(MODEL, num_layers=8),
+    "one key head": replace(LLAMA, num_layers=8, num_kv_heads=1),
+}
+
+
+def counted_and_planned(
+    tokens: Path, layout: tuple[int, int, int], name: str, parallel: dict[str, Any]
+) -> dict[str, tuple[float, float]]:
+    """Bytes that this rank sends in one step, counted and by the formula, for each purpose."""
+    model_config = MODELS[name]
+    groups = groups_of(ParallelLayout(*layout), model_config)
+    config = ParallelConfig(**parallel | {"schedule": Schedule(parallel["schedule"])})
+    model = build(model_config, ONE_STEP, groups, config)
+    optimizer = NamedAdamW(dict(model.named_parameters()), ONE_STEP)
+    with _counting(groups) as sent:
+        train_loop(
+            model=model,
+            optimizer=optimizer,
+            dataset=dataset_of(tokens, model_config, ONE_STEP),
+            config=ONE_STEP,
+            groups=groups,
+            start_step=0,
+            stop_requested=never,
+            save_due=never,
+            save=ignore,
+            record=ignore,
+            phase=ignore,
+        )
+    planned = _planned(model, model_config, groups, config)
+    groups.close()
+    return {purpose: (sent[purpose], size) for purpose, size in planned.items()}
+
+
+@contextmanager
+def _counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
+    sent: dict[str, float] = defaultdict(float)
+    purposes = {
+        id(groups.tp): "tensor",
+        id(groups.dp): "data",
+        id(groups.pp): "pipeline",
+        id(groups.pp_backward): "pipeline",
+        id(groups.kv): "shared heads",
+        id(groups.embedding): "tied embedding",
+    }
+    if groups.kv.size() == groups.tp.size() > 1:
+        purposes[id(groups.kv)] = "shared heads"
+    originals = {name: getattr(dist, name) for name in ("all_reduce", "batch_isend_irecv")}
+    originals |= {
+        name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
+    }
+
+    def all_reduce(tensor: Any, *arguments: Any, **options: Any) -> Any:
+        group = options["group"]
+        size = traffic.all_reduce_bytes(tensor.nbytes, group.size())
+        sent[purposes.get(id(group), "all ranks")] += size
+        return originals["all_reduce"](tensor, *arguments, **options)
+
+    def gather(output: Any, tensor: Any, **options: Any) -> Any:
+        group = options["group"]
+        sent[purposes[id(group)]] += traffic.gather_bytes(output.nbytes, group.size())
+        return originals["all_gather_into_tensor"](output, tensor, **options)
+
+    def scatter(output: Any, tensor: Any, **options: Any) -> Any:
+        group = options["group"]
+        sent[purposes[id(group)]] += traffic.gather_bytes(tensor.nbytes, group.size())
+        return originals["reduce_scatter_tensor"](output, tensor, **options)
+
+    def messages(ends: list[Any]) -> Any:
+        for end in ends:
+            if end.op is dist.isend:
+                sent[purposes[id(end.group)]] += end.tensor.nbytes
+        return originals["batch_isend_irecv"](ends)
+
+    replaced = {
+        "all_reduce": all_reduce,
+        "all_gather_into_tensor": gather,
+        "reduce_scatter_tensor": scatter,
+        "batch_isend_irecv": messages,
+    }
+    for name, function in replaced.items():
+        setattr(dist, name, function)
+    try:
+        yield sent
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+def _planned(
+    model: RankModel, config: ModelConfig, groups: ProcessGroups, parallel: ParallelConfig
+) -> dict[str, float]:
+    layout, tp = groups.layout, groups.layout.tp
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    shared = sum(
+        piece.of(parameters[piece.parameter]).numel()
+        for piece in model.pieces()
+        if piece.shard.dim is not None and piece.shard.parts < tp
+    )
+    whole = sum(sizes[piece.parameter] for piece in model.pieces() if piece.shard.dim is None)
+    tied = model.tied_parameter()
+    spans = [chunk.span for chunk in model.chunks]
+    stage = traffic.StageShape(
+        layers=sum(len(span.layers) for span in spans),
+        has_embedding=any(span.first for span in spans),
+        has_head=any(span.last for span in spans),
+        parameters=sum(sizes.values()),
+        whole_parameters=whole,
+        shared_parameters=shared,
+        tied_parameters=0 if tied is None else tied.numel(),
+    )
+    step = traffic.StepShape(
+        num_microbatches=ONE_STEP.global_batch_size // layout.dp,
+        micro_batch_size=1,
+        seq_len=ONE_STEP.seq_len,
+        hidden_size=config.hidden_size,
+        activation_bytes=8,
+        loss_bytes=8,
+        gradient_bytes=8,
+    )
+    # Forward to the next stage unless it is the last, backward to the one before unless the first.
+    sends = sum((not span.last) + (not span.first) for span in spans) if layout.pp > 1 else 0
+    sequence = parallel.sequence
+    return {
+        "tensor": traffic.tensor_bytes(stage, step, tp=tp, sequence=sequence),
+        "shared heads": traffic.shared_head_bytes(stage, step, sharing=groups.kv.size()),
+        "pipeline": traffic.pipeline_bytes(step, sends=sends, tp=tp, sequence=sequence),
+        "data": traffic.data_bytes(stage, step, dp=layout.dp),
+        "tied embedding": traffic.tied_bytes(stage, step),
+    }
