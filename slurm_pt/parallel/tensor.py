@@ -22,79 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
-from slurm_pt.parallel.shard import WHOLE, Shard
-from slurm_pt.parallel.weight_gradients import WeightGradients, add_weight_gradient
+from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
+from slurm_pt.parallel.groups import all_reduce, start_all_reduce
+from slurm_pt.parallel.shard import WHOLE
+from slurm_pt.parallel.weight_gradients import add_weight_gradient
 
 Prepare = Callable[[Tensor], Tensor]
 """A cheap function in front of a product (a norm, a non-linearity), to be computed again in the
 backward pass instead of keeping what it gave. Its parameters get their gradients."""
-
-
-@dataclass(frozen=True)
-class TensorAxis:
-    """How layers are split: over which ranks, and whether the sequence is split between them."""
-
-    tp: int = 1
-    rank: int = 0
-    group: dist.ProcessGroup | None = None
-    """Not used while tp is 1: a model on one rank needs no torch.distributed."""
-    sequence: bool = False
-    """Between the blocks each rank holds its part of the sequence."""
-    weight_gradients: WeightGradients | None = None
-    """Asked by each layer's backward pass whether its weight gradient is to come later."""
-
-    @classmethod
-    def of(
-        cls,
-        groups: ProcessGroups,
-        *,
-        sequence: bool = False,
-        weight_gradients: WeightGradients | None = None,
-    ) -> TensorAxis:
-        """The axis of a rank of a job."""
-        tp, tp_rank = groups.layout.tp, groups.place.tp_rank
-        return cls(tp, tp_rank, groups.tp, sequence, weight_gradients)
-
-    @property
-    def peers(self) -> dist.ProcessGroup:
-        if self.group is None:
-            raise ValueError("tensor parallelism over several ranks needs their process group")
-        return self.group
-
-    @property
-    def splits_sequence(self) -> bool:
-        return self.sequence and self.tp > 1
-
-    def shard(self, dim: int, parts: int | None = None) -> Shard:
-        """This rank's part along a dim."""
-        return Shard.over(dim, tp=self.tp, tp_rank=self.rank, parts=parts)
-
-    def own_positions(self, seq_len: int) -> slice:
-        """The positions of a sequence that this rank holds between the blocks."""
-        if not self.splits_sequence:
-            return slice(0, seq_len)
-        local = shard_size(seq_len, self.tp)
-        return slice(local * self.rank, local * (self.rank + 1))
-
-
-def shard_size(size: int, parts: int) -> int:
-    """One of `parts` equal parts of a dimension."""
-    if size % parts:
-        raise ValueError(f"{size} cannot be split evenly into {parts} parts")
-    return size // parts
-
-
-@dataclass(frozen=True)
-class StoredPart:
-    """A piece of a parameter that is stored under a name of its own."""
-
-    name: str
-    """Relative to the module that holds the parameter; "../" leads to its parent."""
-    rows: slice
-    """Of the local parameter, along dim 0."""
-    shard: Shard
-    """Where these rows lie in the whole tensor of that name."""
 
 
 @dataclass(frozen=True)
@@ -185,36 +120,6 @@ class RowParallelLinear(nn.Module):
         return [StoredPart(parameter, slice(None), shard)]
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Rows of a table by token id, with the ids split in contiguous ranges over the ranks."""
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        features: int,
-        *,
-        axis: TensorAxis,
-        device: torch.device,
-        dtype: torch.dtype,
-    ):
-        super().__init__()
-        self.axis = axis
-        local = shard_size(num_embeddings, axis.tp)
-        self.weight = nn.Parameter(torch.empty(local, features, device=device, dtype=dtype))
-
-    def forward(self, ids: Tensor) -> Tensor:  # [seq, batch] -> [seq (/ tp), batch, features]
-        if self.axis.tp == 1:
-            return functional.embedding(ids, self.weight)
-        local_ids, elsewhere = _local_ids(ids, self.weight.shape[0], self.axis)
-        rows = functional.embedding(local_ids, self.weight).masked_fill(
-            elsewhere.unsqueeze(-1), 0.0
-        )
-        return sum_over_ranks(rows, axis=self.axis)
-
-    def stored_parts(self, parameter: str) -> list[StoredPart]:
-        return [StoredPart(parameter, slice(None), self.axis.shard(0))]
-
-
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -260,24 +165,6 @@ def sum_over_ranks(x: Tensor, *, axis: TensorAxis) -> Tensor:
     function = _ReduceScatter if axis.splits_sequence else _ReduceForward
     output: Tensor = function.apply(x, axis.peers)  # type: ignore[no-untyped-call]
     return output
-
-
-def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, axis: TensorAxis) -> Tensor:
-    """-log softmax(logits)[target] for each token, without ever gathering the logits.
-
-    Shapes: logits [seq, batch, vocab / tp], targets [seq, batch] -> [seq, batch], in at least
-    float32. Two all-reduces of a few numbers a token: the maximum, then the sum of the
-    exponentials together with the target's logit.
-    """
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    if axis.tp == 1:
-        flat = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
-        return flat.view_as(targets)
-    losses: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        logits, targets, axis
-    )
-    return losses
 
 
 def _weight_gradient(
@@ -407,35 +294,3 @@ class _ReduceScatter(torch.autograd.Function):
         whole = part.new_empty((part.shape[0] * ctx.group.size(), *part.shape[1:]))
         dist.all_gather_into_tensor(whole, part, group=ctx.group)
         return whole, None
-
-
-class _VocabCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
-        group = axis.peers
-        largest = all_reduce(logits.amax(dim=-1), group, op=dist.ReduceOp.MAX)  # [seq, batch]
-        shifted = logits - largest.unsqueeze(-1)
-        local_ids, elsewhere = _local_ids(targets, logits.shape[-1], axis)
-        at_target = shifted.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
-        exponentials = shifted.exp_()  # in place: logits are the largest tensor of the model
-        sums = torch.stack([exponentials.sum(-1), at_target.masked_fill(elsewhere, 0.0)])
-        total, target_logit = all_reduce(sums, group)
-        softmax = exponentials.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, local_ids, elsewhere)
-        losses: Tensor = total.log() - target_logit
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad_losses,) = grads  # [seq, batch]
-        softmax, local_ids, elsewhere = ctx.saved_tensors
-        one_hot = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
-        grad = softmax.scatter_add(-1, local_ids.unsqueeze(-1), -one_hot)
-        return grad.mul_(grad_losses.unsqueeze(-1)), None, None
-
-
-def _local_ids(ids: Tensor, local: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """Ids counted from this rank's first row (0 where not held), and where they are not held."""
-    shifted = ids - axis.rank * local
-    elsewhere = (shifted < 0) | (shifted >= local)
-    return shifted.masked_fill(elsewhere, 0), elsewhere

@@ -7,7 +7,7 @@ import hashlib
 import torch
 from torch import Tensor, nn
 
-from slurm_pt.parallel.tensor import TensorAxis
+from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.training.micro_batch import MicroBatch
 
 

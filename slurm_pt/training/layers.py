@@ -15,14 +15,9 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from slurm_pt.config.schema import Activation, Bias, ModelConfig, Norm, Positions, Recompute
-from slurm_pt.parallel.tensor import (
-    ColumnParallelLinear,
-    Prepare,
-    RowParallelLinear,
-    Rows,
-    TensorAxis,
-    VocabParallelEmbedding,
-)
+from slurm_pt.parallel.axis import TensorAxis
+from slurm_pt.parallel.tensor import ColumnParallelLinear, Prepare, RowParallelLinear, Rows
+from slurm_pt.parallel.vocabulary import VocabParallelEmbedding
 from slurm_pt.training.dropout import SampleDropout
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.rotary import Rotary

@@ -15,16 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from slurm_pt.config.schema import DType, ModelConfig, Recompute
+from slurm_pt.parallel.axis import StoredPart, TensorAxis
 from slurm_pt.parallel.shard import WHOLE, Shard
-from slurm_pt.parallel.tensor import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    StoredPart,
-    TensorAxis,
-    VocabParallelEmbedding,
-    column_parallel_linear,
-    vocab_parallel_cross_entropy,
-)
+from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel_linear
+from slurm_pt.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from slurm_pt.training.dropout import seed_of
 from slurm_pt.training.layers import Build, Embedding, Layer
 from slurm_pt.training.micro_batch import MicroBatch

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slurm_pt.config.schema import ModelConfig, ParallelConfig, Schedule, TrainConfig
-from slurm_pt.parallel.tensor import TensorAxis
+from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.layout import split_layers
 from slurm_pt.training.model import GPTStage, Piece, StageSpan

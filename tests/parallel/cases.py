@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_pt.config.schema import DType, ModelConfig, ParallelConfig, Schedule, TrainConfig
+from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.data import (
     GradientBuckets,
     counts_here,
@@ -21,13 +22,8 @@ from slurm_pt.parallel.data import (
 from slurm_pt.parallel.groups import ProcessGroups, agree, all_reduce, create_groups
 from slurm_pt.parallel.pipeline import Chunk, Message, run_forward_pipeline, run_pipeline
 from slurm_pt.parallel.shard import WHOLE, Shard
-from slurm_pt.parallel.tensor import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    TensorAxis,
-    VocabParallelEmbedding,
-    vocab_parallel_cross_entropy,
-)
+from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from slurm_pt.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.micro_batch import MicroBatch

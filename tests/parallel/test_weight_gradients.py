@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear, TensorAxis
+from slurm_pt.parallel.axis import TensorAxis
+from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from slurm_pt.parallel.weight_gradients import WeightGradients
 
 DOUBLE = {"device": torch.device("cpu"), "dtype": torch.float64}

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_pt.config.schema import DType, ModelConfig
+from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.data import GradientBuckets, sum_gradients, sum_tied_gradient
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.parallel.pipeline import Message, run_pipeline
-from slurm_pt.parallel.tensor import TensorAxis
 from slurm_pt.plan.layout import ParallelLayout, split_layers
 from slurm_pt.training.hugging_face import TheirTensor, from_their_config, their_tensors
 from slurm_pt.training.micro_batch import MicroBatch

@@ -8,8 +8,8 @@ import torch
 from omegaconf import OmegaConf
 
 from slurm_pt.config.schema import DType, ModelConfig, schema_of
+from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.shard import WHOLE, Shard
-from slurm_pt.parallel.tensor import TensorAxis
 from slurm_pt.training.dropout import SampleDropout
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan

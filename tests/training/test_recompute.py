@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slurm_pt.config.schema import DType, Recompute
-from slurm_pt.parallel.tensor import TensorAxis
+from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan
 from tests.training.cases import LLAMA, MODEL

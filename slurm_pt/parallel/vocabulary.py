@@ -1,0 +1,97 @@
+"""The token embedding and the loss with the vocabulary split over the tensor group.
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
+from slurm_pt.parallel.groups import all_reduce
+from slurm_pt.parallel.tensor import sum_over_ranks
+
+
+class VocabParallelEmbedding(nn.Module):
+    """Rows of a table by token id, with the ids split in contiguous ranges over the ranks."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        axis: TensorAxis,
+        device: torch.device,
+        dtype: torch.dtype,
+    ):
+        super().__init__()
+        self.axis = axis
+        local = shard_size(num_embeddings, axis.tp)
+        self.weight = nn.Parameter(torch.empty(local, features, device=device, dtype=dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:  # [seq, batch] -> [seq (/ tp), batch, features]
+        if self.axis.tp == 1:
+            return functional.embedding(ids, self.weight)
+        local_ids, elsewhere = _local_ids(ids, self.weight.shape[0], self.axis)
+        rows = functional.embedding(local_ids, self.weight).masked_fill(
+            elsewhere.unsqueeze(-1), 0.0
+        )
+        return sum_over_ranks(rows, axis=self.axis)
+
+    def stored_parts(self, parameter: str) -> list[StoredPart]:
+        return [StoredPart(parameter, slice(None), self.axis.shard(0))]
+
+
+def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, axis: TensorAxis) -> Tensor:
+    """-log softmax(logits)[target] for each token, without ever gathering the logits.
+
+    Shapes: logits [seq, batch, vocab / tp], targets [seq, batch] -> [seq, batch], in at least
+    float32. Two all-reduces of a few numbers a token: the maximum, then the sum of the
+    exponentials together with the target's logit.
+    """
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    if axis.tp == 1:
+        flat = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
+        return flat.view_as(targets)
+    losses: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        logits, targets, axis
+    )
+    return losses
+
+
+class _VocabCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
+        group = axis.peers
+        largest = all_reduce(logits.amax(dim=-1), group, op=dist.ReduceOp.MAX)  # [seq, batch]
+        shifted = logits - largest.unsqueeze(-1)
+        local_ids, elsewhere = _local_ids(targets, logits.shape[-1], axis)
+        at_target = shifted.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
+        exponentials = shifted.exp_()  # in place: logits are the largest tensor of the model
+        sums = torch.stack([exponentials.sum(-1), at_target.masked_fill(elsewhere, 0.0)])
+        total, target_logit = all_reduce(sums, group)
+        softmax = exponentials.div_(total.unsqueeze(-1))
+        ctx.save_for_backward(softmax, local_ids, elsewhere)
+        losses: Tensor = total.log() - target_logit
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad_losses,) = grads  # [seq, batch]
+        softmax, local_ids, elsewhere = ctx.saved_tensors
+        one_hot = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
+        grad = softmax.scatter_add(-1, local_ids.unsqueeze(-1), -one_hot)
+        return grad.mul_(grad_losses.unsqueeze(-1)), None, None
+
+
+def _local_ids(ids: Tensor, local: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
+    """Ids counted from this rank's first row (0 where not held), and where they are not held."""
+    shifted = ids - axis.rank * local
+    elsewhere = (shifted < 0) | (shifted >= local)
+    return shifted.masked_fill(elsewhere, 0), elsewhere
