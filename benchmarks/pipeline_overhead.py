@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurm_pt.config.schema import Schedule
+from slurm_pt.config.choices import Schedule
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.parallel.pipeline import Chunk, Message, run_pipeline
 from slurm_pt.parallel.weight_gradients import WeightGradients

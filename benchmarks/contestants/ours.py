@@ -9,15 +9,8 @@ import torch.distributed as dist
 
 from benchmarks.contestants import Done, Train
 from benchmarks.trial import layers_by_cost
-from slurm_pt.config.schema import (
-    Activation,
-    Bias,
-    ModelConfig,
-    Norm,
-    ParallelConfig,
-    Positions,
-    TrainConfig,
-)
+from slurm_pt.config.choices import Activation, Bias, Norm, Positions
+from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.groups import create_groups
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import train_loop

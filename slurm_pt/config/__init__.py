@@ -3,19 +3,18 @@
 Never touches the disk, the network or torch.
 """
 
+from slurm_pt.config.choices import DType, Schedule
 from slurm_pt.config.door import plain_config, read_config, read_job_config, signature
 from slurm_pt.config.schema import (
     CheckpointConfig,
     ClusterConfig,
     DataConfig,
-    DType,
     JobConfig,
     MixtureSource,
     ModelConfig,
     MonitorConfig,
     ParallelConfig,
     RunConfig,
-    Schedule,
     SlurmConfig,
     TrainConfig,
 )

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from slurm_pt.config.schema import ModelConfig, Norm, Positions, RopeScaling, RunConfig
+from slurm_pt.config.choices import Norm, Positions, RopeScaling
+from slurm_pt.config.schema import ModelConfig, RunConfig
 from slurm_pt.errors import Problem
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slurm_pt.config.schema import RunConfig, Schedule
+from slurm_pt.config.choices import Schedule
+from slurm_pt.config.schema import RunConfig
 from slurm_pt.errors import Problem
 
 

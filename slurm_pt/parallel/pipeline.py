@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from slurm_pt.config.schema import Schedule
+from slurm_pt.config.choices import Schedule
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.schedule import Action, Pass
 from slurm_pt.plan.schedule_messages import Program, Transfer, forward_programs, programs

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from slurm_pt.config.schema import Schedule
+from slurm_pt.config.choices import Schedule
 
 
 class Pass(Enum):

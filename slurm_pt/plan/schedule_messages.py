@@ -25,7 +25,7 @@ from slurm_pt.plan.schedule_cost import end_times
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from slurm_pt.config.schema import Schedule
+    from slurm_pt.config.choices import Schedule
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from slurm_pt.config.schema import Activation, Bias, ModelConfig, Norm, Positions, RopeScaling
+from slurm_pt.config.choices import Activation, Bias, Norm, Positions, RopeScaling
+from slurm_pt.config.schema import ModelConfig
 from slurm_pt.errors import ConfigError, Problem
 
 

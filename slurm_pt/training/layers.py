@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from slurm_pt.config.schema import Activation, Bias, ModelConfig, Norm, Positions, Recompute
+from slurm_pt.config.choices import Activation, Bias, Norm, Positions, Recompute
+from slurm_pt.config.schema import ModelConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.tensor import ColumnParallelLinear, Prepare, RowParallelLinear, Rows
 from slurm_pt.parallel.vocabulary import VocabParallelEmbedding

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from slurm_pt.config.schema import DType
+from slurm_pt.config.choices import DType
 
 if TYPE_CHECKING:
     from slurm_pt.config.schema import TrainConfig

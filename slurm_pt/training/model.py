@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from slurm_pt.config.schema import DType, ModelConfig, Recompute
+from slurm_pt.config.choices import DType, Recompute
+from slurm_pt.config.schema import ModelConfig
 from slurm_pt.parallel.axis import StoredPart, TensorAxis
 from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel_linear

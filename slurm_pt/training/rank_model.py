@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slurm_pt.config.schema import ModelConfig, ParallelConfig, Schedule, TrainConfig
+from slurm_pt.config.choices import Schedule
+from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.layout import split_layers

@@ -11,7 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from slurm_pt.config.schema import ModelConfig, RopeScaling
+from slurm_pt.config.choices import RopeScaling
+from slurm_pt.config.schema import ModelConfig
 
 
 def rotary_frequencies(config: ModelConfig) -> Tensor:

@@ -16,7 +16,8 @@ from torch import nn
 from slurm_pt.checkpoint import hugging_face, store
 from slurm_pt.checkpoint.hugging_face import convert_from, convert_to
 from slurm_pt.checkpoint.tensor_files import read_index, read_whole
-from slurm_pt.config.schema import ModelConfig, Positions
+from slurm_pt.config.choices import Positions
+from slurm_pt.config.schema import ModelConfig
 from slurm_pt.errors import CheckpointError, ConfigError
 from slurm_pt.training.hugging_face import from_their_config, to_their_config
 from tests.training.hugging_face_cases import FAMILIES, build_theirs

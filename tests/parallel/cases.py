@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slurm_pt.config.schema import DType, ModelConfig, ParallelConfig, Schedule, TrainConfig
+from slurm_pt.config.choices import DType, Schedule
+from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.data import (
     GradientBuckets,

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurm_pt.config.schema import Schedule
+from slurm_pt.config.choices import Schedule
 from slurm_pt.plan.schedule import Action, Pass, interleaved, make_table
 from slurm_pt.plan.schedule_messages import Step, forward_programs, programs, programs_of
 

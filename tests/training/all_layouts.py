@@ -16,7 +16,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 
-from slurm_pt.config.schema import DType, ParallelConfig, Recompute, Schedule, TrainConfig
+from slurm_pt.config.choices import DType, Recompute, Schedule
+from slurm_pt.config.schema import ParallelConfig, TrainConfig
 from slurm_pt.plan.layout import ParallelLayout
 from tests.ranks import run_ranks
 from tests.training.cases import MODEL, TRAIN, groups_of, train

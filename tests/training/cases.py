@@ -10,18 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from slurm_pt.config.schema import (
-    Activation,
-    Bias,
-    DType,
-    ModelConfig,
-    Norm,
-    ParallelConfig,
-    Positions,
-    Recompute,
-    Schedule,
-    TrainConfig,
-)
+from slurm_pt.config.choices import Activation, Bias, DType, Norm, Positions, Recompute, Schedule
+from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset

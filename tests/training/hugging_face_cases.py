@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_pt.config.schema import DType, ModelConfig
+from slurm_pt.config.choices import DType
+from slurm_pt.config.schema import ModelConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.data import GradientBuckets, sum_gradients, sum_tied_gradient
 from slurm_pt.parallel.groups import ProcessGroups, create_groups

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from slurm_pt.config.schema import DType
+from slurm_pt.config.choices import DType
 from slurm_pt.errors import DivergedError
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import StepRecord, train_loop

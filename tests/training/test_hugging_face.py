@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurm_pt.config.schema import RopeScaling
+from slurm_pt.config.choices import RopeScaling
 from slurm_pt.errors import ConfigError
 from slurm_pt.training.hugging_face import from_their_config
 from tests.ranks import run_ranks

@@ -7,7 +7,8 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from slurm_pt.config.schema import DType, ModelConfig, schema_of
+from slurm_pt.config.choices import DType
+from slurm_pt.config.schema import ModelConfig, schema_of
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.training.dropout import SampleDropout

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from slurm_pt.config.schema import DType, TrainConfig
+from slurm_pt.config.choices import DType
+from slurm_pt.config.schema import TrainConfig
 from slurm_pt.training.loss_scale import LossScale
 from tests.ranks import run_ranks
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slurm_pt.config.schema import DType, Recompute
+from slurm_pt.config.choices import DType, Recompute
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan

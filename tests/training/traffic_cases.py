@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from slurm_pt.config.schema import ParallelConfig, Schedule
+from slurm_pt.config.choices import Schedule
+from slurm_pt.config.schema import ParallelConfig
 from slurm_pt.plan import traffic
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import train_loop
