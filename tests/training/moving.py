@@ -25,12 +25,23 @@ from tests.training.cases import (
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from slurm_pt.checkpoint import Checkpointer
+    from slurm_pt.checkpoint.checkpointer import Checkpointer
     from slurm_pt.config.schema import ParallelConfig
     from slurm_pt.parallel.groups import ProcessGroups
     from slurm_pt.training.loop import StepRecord
 
-CONFIG = replace(TRAIN, steps=6)
+ANYWHERE: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
+    "tp2 pp2 dp2": ((2, 2, 2), ONE_F_ONE_B),
+    "one process": ((1, 1, 1), ONE_F_ONE_B),
+    "tp4": ((4, 1, 1), ONE_F_ONE_B),
+    "pp4": ((1, 4, 1), ONE_F_ONE_B),
+    "dp8": ((1, 1, 8), ONE_F_ONE_B),
+    "tp2 pp2, interleaved": ((2, 2, 1), PIPELINES["interleaved"]),
+    "tp2 pp4, zero bubble": ((2, 4, 1), PIPELINES["zero_bubble"]),
+}
+"""Saved at the first, loaded at all."""
+
+CONFIG = replace(TRAIN, steps=6, micro_batch_size=1)
 SAVED_AT = 3
 LAYOUTS: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
     "1F1B on 2 ranks": ((1, 2, 2), ONE_F_ONE_B),
@@ -51,10 +62,20 @@ def losses_after_moving(folder: Path, tokens: Path) -> dict[str, dict[str, list[
     return found
 
 
+def save_at(folder: Path, tokens: Path, name: str) -> list[float]:
+    """The losses of an undisturbed run, which is saved on its way."""
+    return _losses(tokens, name, save_to=folder)
+
+
+def go_on_at(folder: Path, tokens: Path, names: list[str]) -> dict[str, list[float]]:
+    """The losses of the rest of that run, in each of these layouts."""
+    return {name: _losses(tokens, name, load_from=folder) for name in names}
+
+
 def _losses(
     tokens: Path, name: str, *, save_to: Path | None = None, load_from: Path | None = None
 ) -> list[float]:
-    degrees, parallel = LAYOUTS[name]
+    degrees, parallel = {**LAYOUTS, **ANYWHERE}[name]
     groups = groups_of(ParallelLayout(*degrees))
     model = build(MODEL, CONFIG, groups, parallel)
     optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG)

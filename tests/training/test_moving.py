@@ -3,7 +3,7 @@
 import pytest
 
 from tests.ranks import run_ranks
-from tests.training.moving import CONFIG, LAYOUTS, SAVED_AT
+from tests.training.moving import ANYWHERE, CONFIG, LAYOUTS, SAVED_AT
 
 pytestmark = pytest.mark.ranks
 
@@ -20,3 +20,19 @@ def test_a_run_goes_on_with_any_schedule_on_any_number_of_ranks(tokens, tmp_path
                 name,
                 saved,
             )
+
+
+def test_f56_what_tp2_pp2_dp2_saved_goes_on_in_every_other_layout(tmp_path, tokens):
+    """Weights and moments: the losses that follow are those of the run that was never moved."""
+    first, *others = ANYWHERE
+    (whole, *_) = run_ranks(8, "tests.training.moving:save_at", tmp_path, tokens, first)
+    by_size: dict[int, list[str]] = {}
+    for name in [first, *others]:
+        (tp, pp, dp), _ = ANYWHERE[name]
+        by_size.setdefault(tp * pp * dp, []).append(name)
+    for world_size, names in by_size.items():
+        (found, *_) = run_ranks(
+            world_size, "tests.training.moving:go_on_at", tmp_path, tokens, names
+        )
+        for name, losses in found.items():
+            assert losses == pytest.approx(whole[SAVED_AT:], rel=1e-9), name
