@@ -95,7 +95,7 @@ class TrainStep:
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
         self.buckets = GradientBuckets(model.parameters(), group=groups.dp)
-        self.counted = _counted_gradients(model, groups)
+        self.counted, self.copies = _counted_gradients(model, groups)
         shape = model.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
         )
@@ -130,9 +130,12 @@ class TrainStep:
 
     def reduce(self, loss: Tensor, *, stop: bool, save: bool, blank: bool) -> Totals:
         """The one collective over all ranks."""
-        square = squared_norm(self.counted, device=self.groups.device)
+        device = self.groups.device
+        square = squared_norm(self.counted, device=device)
+        # 0 times a number is 0, but for those that are not finite: they spoil the sum.
+        square += 0.0 * squared_norm(self.copies, device=device)
         flags = torch.tensor([stop, save, blank], dtype=torch.float64)
-        sums = torch.cat([torch.stack([loss, square]), flags.to(self.groups.device)])
+        sums = torch.cat([torch.stack([loss, square]), flags.to(device)])
         loss_sum, square_sum, *raised = all_reduce(sums, self.groups.world).tolist()
         stops, saves, blanks = (count > 0 for count in raised)
         grad_norm = math.sqrt(square_sum) / self.loss_scale.factor
@@ -187,17 +190,24 @@ class TrainStep:
         return not overflow
 
 
-def _counted_gradients(model: RankModel, groups: ProcessGroups) -> list[Tensor]:
-    """The gradients that this rank counts in the global norm: views into the buckets.
+def _counted_gradients(
+    model: RankModel, groups: ProcessGroups
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The gradients that this rank counts in the norm, and those a tensor rank counts for it.
 
-    A tied copy counts nowhere: the embedding on the first stage has the same gradient.
+    Views into the buckets. A tied copy counts nowhere: the embedding on the first stage has the
+    same gradient.
     """
-    parameters, copies = dict(model.named_parameters()), model.tied_copies()
-    counted = []
+    parameters, tied = dict(model.named_parameters()), model.tied_copies()
+    counted, copies = [], []
     for piece in model.pieces():
         gradient = parameters[piece.parameter].grad
         if gradient is None:
             raise ValueError(f"{piece.parameter} has no gradient buffer")
-        if piece.parameter not in copies and counts_here(piece.shard, groups):
+        if piece.parameter in tied:
+            continue
+        if counts_here(piece.shard, groups):
             counted.append(piece.of(gradient))
-    return counted
+        elif groups.place.dp_rank == 0:
+            copies.append(piece.of(gradient))
+    return counted, copies

@@ -44,10 +44,12 @@ def _run(
         records.append(step)
         weights.append(digest(model))
 
-    def phase(name: str) -> None:
-        if name == "average" and len(records) == bad_step - 1 and groups.rank == bad_rank:
-            next(iter(model.parameters())).grad.view(-1)[0] = float("inf")
+    def overflows(gradient: torch.Tensor) -> torch.Tensor:
+        bad = len(records) == bad_step - 1 and groups.rank == bad_rank
+        return gradient * float("inf") if bad else gradient
 
+    norm = next(p for name, p in model.named_parameters() if "norm" in name)
+    norm.register_hook(overflows)
     train_loop(
         model=model,
         optimizer=NamedAdamW(dict(model.named_parameters()), config),
@@ -59,7 +61,7 @@ def _run(
         save_due=never,
         save=ignore,
         record=record,
-        phase=phase,
+        phase=ignore,
         loss_scale=scale,
     )
     return records, weights, scale
