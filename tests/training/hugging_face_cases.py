@@ -153,7 +153,7 @@ def _run_ours(
 
     shape = stage.message_shape(micro_batch_size=2, seq_len=SEQ_LEN)
     message = Message(shape=shape, dtype=torch.float32)
-    loss = run_pipeline(forward, micro_batches, message=message, groups=groups)
+    loss = run_pipeline([forward], micro_batches, message=message, groups=groups)
     sum_gradients([p.grad for p in stage.partial_gradients() if p.grad is not None], groups.tp)
     sum_gradients(stage.shared_gradients(), groups.kv)
     buckets.finish_sum()
