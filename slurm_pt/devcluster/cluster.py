@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-_READY_TIMEOUT_S = 60.0
+_READY_TIMEOUT_S = 120.0
 _STARTERS = ("slurmctld", "slurmd-")
 
 

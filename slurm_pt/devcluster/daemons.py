@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from slurm_pt.devcluster.paths import ClusterPaths
 
-_START_TIMEOUT_S = 30.0
+_START_TIMEOUT_S = 90.0
+"""On a machine with many times more to do than cores. A daemon that ends is seen at once."""
 
 
 def daemon_command(paths: ClusterPaths, state: ClusterState, role: str) -> list[str]:
