@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 from typing import TYPE_CHECKING
 
 from slurm_pt.devcluster.deadlines import wait_until
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
     from slurm_pt.devcluster.paths import ClusterPaths
 
+_GONE_S = 1.0
+"""A daemon that is not seen for so long has ended."""
 _START_TIMEOUT_S = 90.0
 """On a machine with many times more to do than cores. A daemon that ends is seen at once."""
 
@@ -90,14 +93,21 @@ def find_daemon(paths: ClusterPaths, role: str) -> Process | None:
 
 
 def wait_for_role(paths: ClusterPaths, role: str, ready: Callable[[], bool]) -> None:
-    """Returns when the daemon is ready; raises at once if it dies, with the reason that it gave."""
+    """Returns when the daemon is ready; raises soon after it died, with the reason that it gave."""
     died = False
+    missing_since: float | None = None
 
     def settled() -> bool:
-        nonlocal died
+        nonlocal died, missing_since
         if ready():
             return True
-        died = find_daemon(paths, role) is None
+        if find_daemon(paths, role) is not None:
+            missing_since = None
+            return False
+        # A process that is just becoming the daemon (execve) cannot be recognised for a moment.
+        now = time.monotonic()
+        missing_since = now if missing_since is None else missing_since
+        died = now - missing_since >= _GONE_S
         return died
 
     settled_in_time = wait_until(settled, timeout_s=_START_TIMEOUT_S)
