@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
@@ -67,7 +67,7 @@ def convert_from(source: Path, target: Path, *, vocab_multiple: int = 1) -> Mode
     temporary = store.prepare(target, 0)
     if temporary is None:
         raise CheckpointError(f"{target} holds a converted model already. Choose another folder")
-    with TheirFiles.open(source) as files:
+    with open_their_files(source) as files:
         records = _write_ours(files, config, temporary, vocab_size=padded)
     manifest = Manifest(
         step=0,
@@ -79,7 +79,7 @@ def convert_from(source: Path, target: Path, *, vocab_multiple: int = 1) -> Mode
         common={"source": "hugging face", "vocab_size": config.vocab_size},
     )
     store.commit(temporary, manifest)
-    ours = ModelConfig(**{**vars(config), "vocab_size": padded})
+    ours = replace(config, vocab_size=padded)
     _write_description(source, target, ours)
     return ours
 
@@ -103,15 +103,14 @@ class TheirFiles:
     handles: Mapping[str, Any]
     """By tensor name."""
 
-    @classmethod
-    def open(cls, folder: Path) -> _Opened:
-        return _Opened(folder)
-
     def read(self, entry: TheirTensor) -> Tensor:
         """Our tensor, whole, out of theirs."""
-        if entry.name not in self.handles:
+        # The published GPT-2 weights are those of the model without its head, named without it.
+        bare = entry.name.removeprefix("transformer.")
+        name = next((name for name in (entry.name, bare) if name in self.handles), None)
+        if name is None:
             raise CheckpointError(f"{self.folder} has no tensor {entry.name}")
-        lazy = self.handles[entry.name].get_slice(entry.name)
+        lazy = self.handles[name].get_slice(name)
         shape = lazy.get_shape()
         dim = len(shape) - 1 if entry.transposed else 0  # of the output features
         size = shape[dim] // entry.count
@@ -120,25 +119,18 @@ class TheirFiles:
         return tensor.t().contiguous() if entry.transposed else tensor
 
 
-class _Opened:
-    """Opens and closes the files of `TheirFiles`."""
-
-    def __init__(self, folder: Path):
-        self.folder, self.stack = folder, ExitStack()
-
-    def __enter__(self) -> TheirFiles:
+@contextmanager
+def open_their_files(folder: Path) -> Iterator[TheirFiles]:
+    """The tensors of a folder, for as long as the context lasts."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{folder} has no *.safetensors files")
+    with ExitStack() as stack:
         handles: dict[str, Any] = {}
-        names = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        if not names:
-            raise CheckpointError(f"{self.folder} has no *.safetensors files")
-        for name in names:
-            file = self.stack.enter_context(safe_open(self.folder / name, "pt"))
-            # Files of GPT2Model, not GPT2LMHeadModel, lack the first part of every name.
+        for path in paths:
+            file = stack.enter_context(safe_open(path, "pt"))
             handles |= dict.fromkeys(file.keys(), file)
-        return TheirFiles(self.folder, handles)
-
-    def __exit__(self, *failure: object) -> None:
-        self.stack.close()
+        yield TheirFiles(folder, handles)
 
 
 def _write_ours(

@@ -60,6 +60,16 @@ def test_a_model_comes_back_bit_for_bit_also_in_several_files(theirs, tmp_path, 
         assert torch.equal(loaded[name], parameter), name
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_gpt2_as_it_is_published_without_its_head_is_read_too(tmp_path):
+    model = build_theirs("gpt2 tied", torch.float32)
+    model.transformer.save_pretrained(tmp_path / "theirs")  # names without "transformer."
+    convert_from(tmp_path / "theirs", tmp_path / "ours")
+    step = tmp_path / "ours" / "step_00000000"
+    tokens = read_whole(step, read_index(step)["model/embedding.tokens.weight"])
+    assert torch.equal(tokens, model.transformer.wte.weight)
+
+
 def test_added_rows_of_the_vocabulary_are_zero(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
