@@ -19,6 +19,7 @@ from slurm_pt.checkpoint import store
 from slurm_pt.checkpoint.peers import LostRankError
 from slurm_pt.checkpoint.random_state import capture_random_state, restore_random_state
 from slurm_pt.checkpoint.tensor_files import read_index
+from slurm_pt.devcluster import wait_until
 from slurm_pt.errors import CheckpointError, RunFolderError
 from tests.checkpoint.toy import (
     Events,
@@ -193,12 +194,15 @@ def a_rank_that_never_comes(folder: Path) -> tuple[float, str]:
     groups = groups_of(1, 1, 4)
     saver = checkpointer(folder, groups, entry_timeout_s=1.0)
     began = time.monotonic()
-    if groups.rank == 1:
-        time.sleep(3.0)
+    if groups.rank == 1:  # alive, and elsewhere, until the others have given up
+        gave_up = [folder / f"gave-up-{rank}" for rank in (0, 2, 3)]
+        assert wait_until(lambda: all(path.exists() for path in gave_up), timeout_s=60)
         return 0.0, ""
     with pytest.raises(LostRankError) as raised:
         save_step(saver, groups, 1)
     waited = time.monotonic() - began
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"gave-up-{groups.rank}").touch()
     with pytest.raises(LostRankError):  # at once: the group cannot be trusted any more
         save_step(saver, groups, 2, wait=False)
     return waited, str(raised.value)
