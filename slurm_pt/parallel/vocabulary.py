@@ -15,6 +15,7 @@ from torch.nn import functional
 from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
 from slurm_pt.parallel.groups import all_reduce
 from slurm_pt.parallel.tensor import sum_over_ranks
+from slurm_pt.parallel.weight_gradients import add_row_gradient
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -36,11 +37,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:  # [seq, batch] -> [seq (/ tp), batch, features]
         if self.axis.tp == 1:
-            return functional.embedding(ids, self.weight)
+            return _lookup(ids, self.weight)
         local_ids, elsewhere = _local_ids(ids, self.weight.shape[0], self.axis)
-        rows = functional.embedding(local_ids, self.weight).masked_fill(
-            elsewhere.unsqueeze(-1), 0.0
-        )
+        rows = _lookup(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return sum_over_ranks(rows, axis=self.axis)
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
@@ -53,12 +52,12 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, axis: Tenso
     Shapes: logits [seq, batch, vocab / tp], targets [seq, batch] -> [seq, batch], in at least
     float32. Two all-reduces of a few numbers a token: the maximum, then the sum of the
     exponentials together with the target's logit.
+
+    Overwrites the logits: they are the largest tensor of a step, and one of them is enough for
+    the forward and the backward pass.
     """
     if logits.dtype in (torch.bfloat16, torch.float16):
         logits = logits.float()
-    if axis.tp == 1:
-        flat = functional.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="none")
-        return flat.view_as(targets)
     losses: Tensor = _VocabCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits, targets, axis
     )
@@ -68,26 +67,53 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, axis: Tenso
 class _VocabCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: TensorAxis) -> Tensor:
-        group = axis.peers
-        largest = all_reduce(logits.amax(dim=-1), group, op=dist.ReduceOp.MAX)  # [seq, batch]
-        shifted = logits - largest.unsqueeze(-1)
+        largest = logits.amax(dim=-1)  # [seq, batch]
+        if axis.tp > 1:
+            all_reduce(largest, axis.peers, op=dist.ReduceOp.MAX)
+        shifted = logits.sub_(largest.unsqueeze(-1))
         local_ids, elsewhere = _local_ids(targets, logits.shape[-1], axis)
         at_target = shifted.gather(-1, local_ids.unsqueeze(-1)).squeeze(-1)
-        exponentials = shifted.exp_()  # in place: logits are the largest tensor of the model
+        exponentials = shifted.exp_()
         sums = torch.stack([exponentials.sum(-1), at_target.masked_fill(elsewhere, 0.0)])
-        total, target_logit = all_reduce(sums, group)
-        softmax = exponentials.div_(total.unsqueeze(-1))
-        ctx.save_for_backward(softmax, local_ids, elsewhere)
+        total, target_logit = all_reduce(sums, axis.peers) if axis.tp > 1 else sums
+        ctx.save_for_backward(exponentials, total, local_ids, elsewhere)
         losses: Tensor = total.log() - target_logit
         return losses
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad_losses,) = grads  # [seq, batch]
-        softmax, local_ids, elsewhere = ctx.saved_tensors
-        one_hot = (~elsewhere).to(softmax.dtype).unsqueeze(-1)
-        grad = softmax.scatter_add(-1, local_ids.unsqueeze(-1), -one_hot)
-        return grad.mul_(grad_losses.unsqueeze(-1)), None, None
+        exponentials, total, local_ids, elsewhere = ctx.saved_tensors
+        # (softmax - one_hot) * grad_losses
+        grad = exponentials.mul_((grad_losses / total).unsqueeze(-1))
+        at_target = grad_losses.masked_fill(elsewhere, 0.0)
+        grad.scatter_add_(-1, local_ids.unsqueeze(-1), -at_target.unsqueeze(-1))
+        return grad, None, None
+
+
+def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows of a table; the gradient is added to the rows that were looked up, and to no others."""
+    rows: Tensor = _Lookup.apply(ids, weight)  # type: ignore[no-untyped-call]
+    return rows
+
+
+class _Lookup(torch.autograd.Function):
+    """torch's own makes a zeroed gradient of the whole table for every micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(ids, weight)
+        return functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad_rows,) = grads
+        ids, weight = ctx.saved_tensors
+        if weight.grad is None:
+            grad = torch.zeros_like(weight)
+            return None, grad.index_put_((ids,), grad_rows, accumulate=True)
+        add_row_gradient(weight, ids, grad_rows)
+        return None, None
 
 
 def _local_ids(ids: Tensor, local: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:

@@ -69,12 +69,29 @@ def add_weight_gradient(parameter: Tensor, grad_output: Tensor, x: Tensor) -> No
         parameter.grad.addmm_(grad_output.t(), x)
     else:
         parameter.grad.add_(grad_output.t() @ x)
+    _tell_watchers(parameter)
+
+
+@torch.no_grad()
+def add_row_gradient(table: Tensor, ids: Tensor, grad_rows: Tensor) -> None:
+    """Add the gradients of looked-up rows to `table.grad`, which must be there.
+
+    Shapes: table [rows, features], ids [...], grad_rows [..., features].
+    """
+    if table.grad is None:
+        raise ValueError("the table has no gradient to add to")
+    # Not index_add_: on a GPU its order of summation differs from call to call.
+    table.grad.index_put_((ids,), grad_rows, accumulate=True)
+    _tell_watchers(table)
+
+
+def _tell_watchers(parameter: Tensor) -> None:
     for watcher in getattr(parameter, _WATCHERS, ()):
         watcher()
 
 
 def watch_gradient(parameter: Tensor, watcher: Callable[[], None]) -> None:
-    """Call `watcher` whenever `add_weight_gradient` has added to the parameter's gradient.
+    """Call `watcher` whenever one of the functions above has added to the parameter's gradient.
 
     Autograd's own hooks do not see that.
     """
