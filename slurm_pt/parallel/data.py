@@ -50,8 +50,11 @@ class GradientBuckets:
     ):
         self.group, self.sharding = group, sharding
         self.buffers: list[Tensor] = []
-        buckets = in_buckets(parameters, bucket_bytes=bucket_bytes)
-        for members in buckets if sharding is None else sharding.buckets:
+        if sharding is None:
+            buckets = in_buckets(parameters, bucket_bytes=bucket_bytes)
+        else:
+            buckets = sharding.buckets
+        for members in buckets:
             self._add(members)
         self._added = [0] * len(self.buffers)
         """How many gradients were added in this step, by bucket."""

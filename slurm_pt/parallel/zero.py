@@ -69,7 +69,7 @@ class ShardedParameters:
         if self.group.size() == 1:
             return
         works = [
-            dist.all_gather_into_tensor(buffer, self.owned(buffer), self.group, async_op=True)
+            dist.all_gather_into_tensor(buffer, self.owned(buffer), group=self.group, async_op=True)
             for buffer in self.buffers
         ]
         for work in works:
