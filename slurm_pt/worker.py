@@ -168,7 +168,7 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     from slurm_pt.training.rank_model import RankModel
 
     model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
-    optimizer = NamedAdamW(dict(model.named_parameters()), config.train)
+    optimizer = NamedAdamW(dict(model.named_parameters()), config.train, owned=model.owned)
     dataset = TokenDataset(
         _data_paths(run, config),
         seq_len=config.train.seq_len,

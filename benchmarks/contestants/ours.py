@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from benchmarks.trial import Trial
 
 
-def build(trial: Trial, weights: Weights) -> Train:
+def build(trial: Trial, weights: Weights, *, zero: int = 0) -> Train:
     """Everything as `slurm_pt.worker` builds it, without a run folder, a job or checkpoints."""
     layout = ParallelLayout(tp=trial.layout.tp, pp=trial.layout.pp, dp=trial.layout.dp)
     groups = create_groups(
@@ -35,12 +35,12 @@ def build(trial: Trial, weights: Weights) -> Train:
     train_config = _train_config(trial)
     model = RankModel(
         _model_config(trial),
-        parallel=ParallelConfig(stage_layers=_stage_layers(trial)),
+        parallel=ParallelConfig(stage_layers=_stage_layers(trial), zero=zero),
         train=train_config,
         groups=groups,
     )
     _load(model, weights, num_heads=trial.model.num_heads)
-    optimizer = NamedAdamW(dict(model.named_parameters()), train_config)
+    optimizer = NamedAdamW(dict(model.named_parameters()), train_config, owned=model.owned)
 
     def train(batches: Sequence[Tensor], done: Done) -> None:
         train_loop(

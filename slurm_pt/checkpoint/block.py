@@ -6,6 +6,8 @@ have. Importing this module imports DCP (2 s): import it where it is needed.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,33 +27,53 @@ from slurm_pt.parallel.shard import Shard
 
 @dataclass(frozen=True)
 class Block:
-    """A contiguous part along one dim. Its methods are those that DCP asks of a DTensor."""
+    """Some boxes of a whole tensor. Its methods are those that DCP asks of a DTensor."""
 
-    tensor: Tensor
     whole: torch.Size
-    offsets: torch.Size
+    boxes: Mapping[torch.Size, Tensor]
+    """By where they begin in the whole. None: a replica that keeps nothing of this tensor."""
 
     @classmethod
     def of(cls, tensor: Tensor, shard: Shard) -> Block:
-        """The block that a rank's part is."""
-        whole, offsets = shard.whole_shape(tensor.shape), shard.offsets(tensor.shape)
-        return cls(tensor, torch.Size(whole), torch.Size(offsets))
+        """What a rank holds; the boxes share the tensor's memory."""
+        boxes = shard.boxes(tensor.shape)
+        parts = [tensor]
+        if len(boxes) != 1:
+            parts = list(torch.split(tensor, [math.prod(box.shape) for box in boxes]))
+        return cls(
+            torch.Size(shard.whole_shape(tensor.shape)),
+            {
+                torch.Size(box.offsets): part.view(box.shape)
+                for box, part in zip(boxes, parts, strict=True)
+            },
+        )
 
     def size(self) -> torch.Size:
         """Of the whole: DCP compares it with what is stored."""
         return self.whole
 
+    def at(self, index: MetadataIndex) -> Tensor:
+        """The box that DCP means."""
+        if index.offset is None:
+            raise ValueError(f"{index.fqn} consists of boxes: which one?")
+        return self.boxes[index.offset]
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        data = TensorWriteData(
-            chunk=self.__create_chunk_list__()[0],
-            properties=TensorProperties.create_from_tensor(self.tensor),
-            size=self.whole,
-        )
-        index = MetadataIndex(fqn, self.offsets)
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.boxes[chunk.offsets]),
+                    size=self.whole,
+                ),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.tensor.shape)]
+        return [ChunkStorageMetadata(offsets, box.shape) for offsets, box in self.boxes.items()]
 
 
 class BlockSavePlanner(DefaultSavePlanner):
@@ -59,7 +81,7 @@ class BlockSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.tensor if isinstance(found, Block) else super().lookup_object(index)
+        return found.at(index) if isinstance(found, Block) else super().lookup_object(index)
 
 
 class BlockLoadPlanner(DefaultLoadPlanner):
@@ -78,4 +100,4 @@ class BlockLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]
-        return found.tensor if isinstance(found, Block) else super().lookup_tensor(index)
+        return found.at(index) if isinstance(found, Block) else super().lookup_tensor(index)

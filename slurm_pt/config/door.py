@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slurm_pt.config.model_rules import model_rules
+from slurm_pt.config.replica_rules import replica_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
 from slurm_pt.config.stage_rules import stage_rules
@@ -27,7 +28,12 @@ _J = TypeVar("_J", bound=JobConfig)
 
 SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_root", "name")
 """Keys that do not change what a run computes, and so do not name its folder."""
-KEYS_WITHOUT_INFLUENCE = (("data", "prefetch"), ("train", "recompute"))
+KEYS_WITHOUT_INFLUENCE = (
+    ("data", "prefetch"),
+    ("train", "recompute"),
+    ("train", "offload_optimizer"),
+    ("parallel", "zero"),
+)
 """The same, within sections that do."""
 LONGEST_SIGNAL_LEAD_S = 65535
 """The largest number that sbatch takes in --signal."""
@@ -191,6 +197,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from _positive_rules(config)
         yield from model_rules(config)
         yield from stage_rules(config)
+        yield from replica_rules(config)
         yield from _batch_rules(config)
         yield from _data_rules(config)
 

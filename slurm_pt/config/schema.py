@@ -111,6 +111,8 @@ class ParallelConfig:
     """Pieces of the model on each pipeline rank, 2 or more with schedule=interleaved, else 1."""
     stage_layers: list[int] | None = None
     """Layers of each of the pp * virtual_stages stages, in order; null: as even as can be."""
+    zero: int = 0
+    """ZeRO stage: 0, or 1: each dp rank keeps 1/dp of the optimizer's state."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +143,8 @@ class TrainConfig:
     """Added to AdamW's denominator."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; null: no clipping."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory, and update there; on a CPU it changes nothing."""
     init_from: str | None = None
     """A committed checkpoint (a folder step_N) whose weights to start from; null: random ones."""
     dtype: DType = DType.float32

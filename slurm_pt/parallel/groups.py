@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -147,6 +147,12 @@ def all_reduce(
     if group.size() > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
+
+
+class Pending(Protocol):
+    """A collective on its way: what it fills may be read after `wait`."""
+
+    def wait(self) -> Any: ...
 
 
 def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | None:

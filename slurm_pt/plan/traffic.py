@@ -4,7 +4,8 @@ Bytes on the wire of ring algorithms: an all-reduce of S bytes over n ranks send
 from each, a gather or a scatter of S bytes in all (n - 1) / n S, a message its own size.
 
 Sources: Narayanan et al. 2021, arXiv:2104.04473, sections 3.2 and 4.1 (tensor and pipeline);
-Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (split sequence).
+Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (split sequence); Rajbhandari et al. 2020,
+arXiv:1910.02054, section 7 (ZeRO).
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageShape:
-    """What one rank holds of the model."""
+    """What one rank holds of the model.
+
+    With ZeRO, the whole, shared and tied parameters are those that the rank owns: about 1/dp.
+    """
 
     layers: int
     has_embedding: bool
@@ -27,6 +31,8 @@ class StageShape:
     """Of those: heads of keys and values that neighbouring tensor ranks hold too."""
     tied_parameters: int = 0
     """Of those: the token embedding, where another stage holds a copy."""
+    padding: int = 0
+    """With ZeRO: what fills each bucket up to a multiple of dp, less than dp numbers a bucket."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +48,8 @@ class StepShape:
     loss_bytes: int = 4
     """Of one logit, as the loss is computed."""
     gradient_bytes: int = 4
+    """Of one number."""
+    weight_bytes: int = 4
     """Of one number."""
 
     @property
@@ -109,9 +117,15 @@ def pipeline_bytes(step: StepShape, *, sends: int, tp: int, sequence: bool) -> f
     return step.num_microbatches * sends * message
 
 
-def data_bytes(stage: StageShape, step: StepShape, *, dp: int) -> float:
-    """Over the replicas: all gradients of the rank, once a step."""
-    return all_reduce_bytes(step.gradient_bytes * stage.parameters, dp)
+def data_bytes(stage: StageShape, step: StepShape, *, dp: int, zero: int = 0) -> float:
+    """Over the replicas: all gradients of the rank, once a step.
+
+    With ZeRO stage 1 they are scattered, and the updated weights are gathered.
+    """
+    if zero == 0:
+        return all_reduce_bytes(step.gradient_bytes * stage.parameters, dp)
+    numbers = stage.parameters + stage.padding
+    return gather_bytes((step.gradient_bytes + step.weight_bytes) * numbers, dp)
 
 
 def tied_bytes(stage: StageShape, step: StepShape) -> float:

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
+from slurm_pt.training.offload import HostCopies
+
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from slurm_pt.config.schema import TrainConfig
 
@@ -32,69 +34,109 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1.0 + math.cos(math.pi * progress))
 
 
+def whole(tensor: Tensor) -> Tensor:
+    """All of a parameter or gradient: what is owned of it without ZeRO."""
+    return tensor
+
+
 class NamedAdamW:
     """torch's AdamW, whose moments are known by the parameters' names and exist from the start.
 
     A checkpoint can so be loaded into a fresh one. Matrices decay, vectors do not. It calls torch's
     functional form: building a torch.optim.Optimizer imports torch._dynamo, which costs every
     rank more than two seconds at each start.
+
+    Args:
+        owned: what it updates of a parameter, and so what it reads of the gradient: a view. With
+            ZeRO a flat part, which may be empty (`RankModel.owned`).
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainConfig):
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainConfig,
+        *,
+        owned: Callable[[Tensor], Tensor] = whole,
+    ):
         self.parameters = dict(parameters)
-        self.config = config
-        self.moments = {
-            name: (torch.zeros_like(parameter), torch.zeros_like(parameter))
-            for name, parameter in self.parameters.items()
-        }
-        # One number each, on the parameter's device: the fused kernel reads and raises it there.
+        self.config, self.owned = config, owned
+        weights = self._weights()
+        self.on_host = config.offload_optimizer and any(w.is_cuda for w in weights.values())
+        """Whether it keeps its state, and does its work, in host memory."""
+        self.copies: HostCopies | None = None
+        """Made in the first step: by then a checkpoint has been loaded."""
+        self.moments = {name: (self._moment(w), self._moment(w)) for name, w in weights.items()}
         self.updates = 0
         """How often it has changed the weights."""
+        # One number each, beside the moments: the fused kernel reads and raises it there.
         self.steps = {
-            name: torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for name, parameter in self.parameters.items()
+            name: torch.zeros((), dtype=torch.float32, device=moment.device)
+            for name, (moment, _) in self.moments.items()
         }
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update the parameters from their gradients."""
         self.updates += 1
-        matrices = [name for name, parameter in self.parameters.items() if parameter.ndim >= 2]
-        vectors = [name for name, parameter in self.parameters.items() if parameter.ndim < 2]
-        self._update(matrices, lr, weight_decay=self.config.weight_decay)
-        self._update(vectors, lr, weight_decay=0.0)
-
-    def _update(self, names: list[str], lr: float, *, weight_decay: float) -> None:
-        named = [(name, self.parameters[name]) for name in names]
-        trained = [(name, p, p.grad) for name, p in named if p.grad is not None]
-        if not trained:
+        weights, gradients = self._weights(), self._gradients()
+        if not self.on_host:
+            self._update(weights, gradients, lr)
             return
-        adamw(
-            [parameter.data for _, parameter, _ in trained],
-            [gradient for _, _, gradient in trained],
-            [self.moments[name][0] for name, _, _ in trained],
-            [self.moments[name][1] for name, _, _ in trained],
-            [],
-            [self.steps[name] for name, _, _ in trained],
-            fused=True,  # one pass over memory where foreach makes a dozen
-            amsgrad=False,
-            beta1=self.config.beta1,
-            beta2=self.config.beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self.config.eps,
-            maximize=False,
-        )
+        if self.copies is None:
+            self.copies = HostCopies(weights)
+        self._update(self.copies.weights, self.copies.fetch_gradients(gradients), lr)
+        self.copies.send_weights({name: weights[name] for name in gradients})
+
+    def _moment(self, weight: Tensor) -> Tensor:
+        return torch.zeros_like(weight, device="cpu" if self.on_host else weight.device)
+
+    def _weights(self) -> dict[str, Tensor]:
+        return {name: self.owned(p.detach()) for name, p in self.parameters.items()}
+
+    def _gradients(self) -> dict[str, Tensor]:
+        """Of what there is to update."""
+        return {
+            name: gradient
+            for name, parameter in self.parameters.items()
+            if parameter.grad is not None
+            for gradient in [self.owned(parameter.grad)]
+            if gradient.numel()
+        }
+
+    def _update(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
+    ) -> None:
+        matrices = [name for name in gradients if self.parameters[name].ndim >= 2]
+        vectors = [name for name in gradients if self.parameters[name].ndim < 2]
+        for names, weight_decay in ((matrices, self.config.weight_decay), (vectors, 0.0)):
+            if not names:
+                continue
+            adamw(
+                [weights[name] for name in names],
+                [gradients[name] for name in names],
+                [self.moments[name][0] for name in names],
+                [self.moments[name][1] for name in names],
+                [],
+                [self.steps[name] for name in names],
+                fused=True,  # one pass over memory where foreach makes a dozen
+                amsgrad=False,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                lr=lr,
+                weight_decay=weight_decay,
+                eps=self.config.eps,
+                maximize=False,
+            )
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The moments themselves, not copies, by kind and parameter."""
+        """The moments themselves, not copies, by kind and parameter, of what is owned of it."""
         return {
             kind: {name: moments[index] for name, moments in self.moments.items()}
             for index, kind in enumerate(("exp_avg", "exp_avg_sq"))
         }
 
     def set_step(self, steps: int) -> None:
-        """Tell it how many updates were made, after moments were loaded into `state`."""
-        self.updates = steps
+        """Tell it how many updates were made, after weights and moments were loaded."""
+        self.updates, self.copies = steps, None
         for count in self.steps.values():
             count.fill_(float(steps))

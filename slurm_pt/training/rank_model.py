@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from slurm_pt.config.choices import Schedule
 from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
+from slurm_pt.parallel.shard import Fragment
 from slurm_pt.parallel.weight_gradients import WeightGradients
+from slurm_pt.parallel.zero import ShardedParameters
 from slurm_pt.plan.layout import split_layers
 from slurm_pt.training.model import GPTStage, Piece, StageSpan
 
@@ -66,6 +68,11 @@ class RankModel:
             for stage in range(groups.place.pp_rank, stages, pp)
         ]
         self.dtype = self.chunks[0].dtype
+        self.sharding = (
+            ShardedParameters(self.parameters(), group=groups.dp, apart=self.tied_parameter())
+            if parallel.zero == 1
+            else None
+        )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for chunk in self.chunks:
@@ -74,6 +81,13 @@ class RankModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         for chunk in self.chunks:
             yield from chunk.parameters()
+
+    def owned(self, tensor: Tensor) -> Tensor:
+        """What this replica updates of a parameter, of rows of one, or of their gradient.
+
+        All of it; with ZeRO a part of it, flat, which may be empty.
+        """
+        return tensor if self.sharding is None else self.sharding.owned(tensor)
 
     def train(self, training: bool) -> None:
         """Switches dropout on, or off for an evaluation."""
@@ -113,13 +127,30 @@ def stored_tensors(
 
     The names are the same in every layout and for every schedule.
     """
-    held = {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}}
-    for kind, moments in optimizer.state().items():
-        held[f"optimizer/{kind}"] = moments
+    parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
     shards: dict[str, Shard] = {}
     for piece in model.pieces():
-        for kind, by_parameter in held.items():
-            tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
-            shards[f"{kind}/{piece.stored}"] = piece.shard
+        parameter = parameters[piece.parameter].detach()
+        tensors[f"model/{piece.stored}"] = piece.of(parameter)
+        shards[f"model/{piece.stored}"] = piece.shard
+        for kind, moments in optimizer.state().items():
+            name = f"optimizer/{kind}/{piece.stored}"
+            moment = moments[piece.parameter]
+            if model.sharding is None:
+                tensors[name], shards[name] = piece.of(moment), piece.shard
+            else:
+                tensors[name], shards[name] = _fragment(model, piece, parameter, moment)
     return tensors, shards
+
+
+def _fragment(
+    model: RankModel, piece: Piece, parameter: Tensor, moment: Tensor
+) -> tuple[Tensor, Fragment]:
+    """What this replica has of a piece's moment: a part of that of the parameter, which is flat."""
+    rows = piece.of(parameter)
+    owned, all_owned = model.owned(rows), model.owned(parameter)
+    begin = owned.storage_offset() - rows.storage_offset()
+    at = owned.storage_offset() - all_owned.storage_offset()
+    numbers = range(begin, begin + owned.numel())
+    return moment[at : at + owned.numel()], Fragment.of(piece.shard, rows.shape, numbers)

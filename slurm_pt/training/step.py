@@ -94,7 +94,13 @@ class TrainStep:
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
-        self.buckets = GradientBuckets(model.parameters(), group=groups.dp)
+        self.buckets = GradientBuckets(model.parameters(), group=groups.dp, sharding=model.sharding)
+        # All that follows a sum over dp concerns what is owned here alone.
+        owned, tied = self.buckets.owned, model.tied_parameter()
+        partial = [p.grad for p in model.partial_gradients() if p.grad is not None]
+        self.partial = [owned(gradient) for gradient in partial]
+        self.shared = [owned(gradient) for gradient in model.shared_gradients()]
+        self.tied = None if tied is None or tied.grad is None else owned(tied.grad)
         self.counted, self.copies = _counted_gradients(model, groups)
         shape = model.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
@@ -104,7 +110,7 @@ class TrainStep:
     def gradients(self, micro_batches: list[MicroBatch]) -> Tensor:
         """This rank's part of the mean loss; leaves the global batch's gradients in `.grad`.
 
-        The gradients are those of the scaled loss.
+        The gradients are those of the scaled loss, and whole where this replica owns them.
         """
         self.phase("forward_backward")
         self.buckets.start_step()
@@ -120,10 +126,9 @@ class TrainStep:
         )
         self.phase("average")
         self.buckets.finish_sum()
-        partial = self.model.partial_gradients()
-        sum_gradients([p.grad for p in partial if p.grad is not None], self.groups.tp)
-        sum_gradients(self.model.shared_gradients(), self.groups.kv)
-        sum_tied_gradient(self.model.tied_parameter(), self.groups)
+        sum_gradients(self.partial, self.groups.tp)
+        sum_gradients(self.shared, self.groups.kv)
+        sum_tied_gradient(self.tied, self.groups)
         if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
             loss.zero_()
         return loss / self.groups.layout.dp
@@ -186,6 +191,8 @@ class TrainStep:
             if factor != 1.0:
                 self.buckets.scale(factor)
             self.optimizer.step(lr)
+            if self.model.sharding is not None:
+                self.model.sharding.gather()
         self.loss_scale.note(overflow=overflow)
         return not overflow
 
@@ -195,10 +202,11 @@ def _counted_gradients(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The gradients that this rank counts in the norm, and those a tensor rank counts for it.
 
-    Views into the buckets. A tied copy counts nowhere: the embedding on the first stage has the
-    same gradient.
+    Views into the buckets, of what is owned here. A tied copy counts nowhere: the embedding on the
+    first stage has the same gradient.
     """
     parameters, tied = dict(model.named_parameters()), model.tied_copies()
+    sharded = model.sharding is not None
     counted, copies = [], []
     for piece in model.pieces():
         gradient = parameters[piece.parameter].grad
@@ -206,8 +214,8 @@ def _counted_gradients(
             raise ValueError(f"{piece.parameter} has no gradient buffer")
         if piece.parameter in tied:
             continue
-        if counts_here(piece.shard, groups):
-            counted.append(piece.of(gradient))
-        elif groups.place.dp_rank == 0:
-            copies.append(piece.of(gradient))
+        if counts_here(piece.shard, groups, owned=sharded):
+            counted.append(model.owned(piece.of(gradient)))
+        elif sharded or groups.place.dp_rank == 0:
+            copies.append(model.owned(piece.of(gradient)))
     return counted, copies

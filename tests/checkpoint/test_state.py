@@ -10,7 +10,7 @@ import torch
 from slurm_pt.checkpoint.random_state import capture_random_state, restore_random_state
 from slurm_pt.checkpoint.state import HostBuffers, fingerprint, names_to_save
 from slurm_pt.errors import CheckpointError
-from slurm_pt.parallel.shard import WHOLE, Shard
+from slurm_pt.parallel.shard import WHOLE, Fragment, Shard
 from slurm_pt.plan.layout import ParallelLayout, Place
 
 TENSORS = {f"weight.{n}": torch.zeros(10 + n, 4) for n in range(8)}
@@ -66,6 +66,31 @@ def test_the_stages_of_a_pipeline_share_by_their_own_tensors():
         for dp in (0, 1)
     ]
     assert saved[:2] == saved[2:]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(1, 2), (2, 3)])
+def test_each_replica_saves_its_own_fragments_and_ranks_that_hold_the_same_save_once(tp, dp):
+    layout = ParallelLayout(tp=tp, pp=1, dp=dp)
+    writers: dict[str, list[tuple[int, int]]] = {name: [] for name in TENSORS}
+    prints = set()
+    for place in map(layout.place, range(layout.world_size)):
+        tensors, fragments = {}, {}
+        for name, shard in shards(tp, place.tp_rank).items():
+            part = TENSORS[name]
+            # The last replica has nothing, the others have equal parts.
+            share = part.numel() // (dp - 1)
+            numbers = range(share * place.dp_rank, min(part.numel(), share * (place.dp_rank + 1)))
+            numbers = range(0) if place.dp_rank == dp - 1 else numbers
+            tensors[name] = torch.zeros(len(numbers))
+            fragments[name] = Fragment.of(shard, part.shape, numbers)
+        prints.add(fingerprint(tensors, fragments))
+        for name in names_to_save(tensors, fragments, layout=layout, place=place):
+            writers[name].append((place.tp_rank, place.dp_rank))
+    assert len(prints) == 1
+    for name, shard in shards(tp).items():
+        tp_ranks = {tp_rank for tp_rank, _ in writers[name]}
+        assert len(tp_ranks) == (tp if shard.split else 1)
+        assert sorted(writers[name]) == [(t, d) for t in sorted(tp_ranks) for d in range(dp - 1)]
 
 
 def test_fingerprints_differ_by_name_shape_format_and_shard_dim():

@@ -349,6 +349,18 @@ def test_stages_that_cannot_be_are_refused_with_what_can(asked, key, rule, fix):
     assert (found[key].rule, found[key].fix) == (rule, fix)
 
 
+def test_a_zero_stage_that_the_trainer_does_not_have_is_refused():
+    found = problems_of(parallel__zero=2)
+    assert list(found) == ["parallel.zero"]
+    assert "0 or 1" in found["parallel.zero"].rule
+    assert "parallel.zero=1" in found["parallel.zero"].fix
+
+
+def test_the_optimizers_state_may_be_split_and_be_in_host_memory():
+    config = read_config(small_config(parallel__zero=1, train__offload_optimizer=True))
+    assert (config.parallel.zero, config.train.offload_optimizer) == (1, True)
+
+
 def test_stages_that_fit_are_taken():
     sizes = [1, 1, 1, 1]
     parallel = read_config(

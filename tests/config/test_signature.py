@@ -58,6 +58,8 @@ def test_keys_of_mixed_types_can_be_signed():
         ("run_root", "/elsewhere"),
         ("name", "other"),
         ("data__prefetch", 7),
+        ("parallel__zero", 1),
+        ("train__offload_optimizer", True),
     ],
 )
 def test_what_does_not_change_the_result_does_not_change_the_signature(key, value):

@@ -26,6 +26,7 @@ from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from slurm_pt.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 from slurm_pt.parallel.weight_gradients import WeightGradients
+from slurm_pt.parallel.zero import ShardedParameters
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan
@@ -238,7 +239,8 @@ def _gpt_matches(arguments: dict[str, Any], count: int, groups: ProcessGroups) -
         schedule=model.schedule,
         weight_gradients=model.weight_gradients,
     )
-    sum_tied_gradient(model.tied_parameter(), groups)
+    tied = model.tied_parameter()
+    sum_tied_gradient(None if tied is None else tied.grad, groups)
     expected = torch.stack([whole(None, batch) for batch in batches]).mean()
     expected.backward()
     known = expected.item() if groups.last_stage else 0.0
@@ -292,6 +294,35 @@ def sums() -> dict[str, Any]:
     zeros = [parameter.grad.abs().max().item() for parameter in parameters]
     groups.close()
     return {"values": values, "zeros": zeros, "buckets": len(buckets.buffers)}
+
+
+def sharded_sums() -> dict[str, Any]:
+    """As `sums`, in buckets of two, each replica with what it owns; then a gather of updates."""
+    groups = make(1, 1, dist.get_world_size())
+    parameters = [nn.Parameter(torch.full((2, 3), float(number))) for number in range(5)]
+    kept = [parameter.data_ptr() for parameter in parameters]
+    sharding = ShardedParameters(
+        parameters, group=groups.dp, apart=parameters[1], bucket_bytes=2 * 6 * 4
+    )
+    moved = [parameter.unique().tolist() for parameter in parameters]
+    buckets = GradientBuckets(parameters, group=groups.dp, sharding=sharding)
+    for number, parameter in enumerate(parameters):
+        parameter.grad.add_(number * 10.0 + groups.place.dp_rank)
+    buckets.finish_sum()
+    owned = [buckets.owned(parameter.grad) for parameter in parameters]
+    sums = [part.unique().tolist() for part in owned]
+    for parameter in parameters:
+        sharding.owned(parameter).add_(100.0 * groups.place.dp_rank)
+    sharding.gather()
+    groups.close()
+    return {
+        "moved": moved,
+        "all moved": not set(kept) & {parameter.data_ptr() for parameter in parameters},
+        "sums": sums,
+        "owned": [part.numel() for part in owned],
+        "buffers": [buffer.numel() for buffer in sharding.buffers],
+        "gathered": [parameter.detach().flatten().tolist() for parameter in parameters],
+    }
 
 
 def norm_of_ones() -> float:

@@ -50,6 +50,23 @@ def test_gradients_are_summed_in_buckets():
         assert found["buckets"] == 3
 
 
+def test_with_zero_each_replica_sums_its_part_and_all_get_what_it_made_of_it():
+    # The fifth and fourth share a buffer of 12; each other of 6 is filled up to 8, in parts of 2.
+    owned = [[2, 2, 2, 0, 3], [2, 2, 2, 0, 3], [2, 2, 2, 3, 0], [0, 0, 0, 3, 0]]
+    for rank, found in enumerate(run_ranks(4, "tests.parallel.cases:sharded_sums")):
+        assert found["moved"] == [[float(number)] for number in range(5)]
+        assert found["all moved"]
+        assert found["buffers"] == [12, 8, 8, 8]
+        assert found["owned"] == owned[rank]
+        for number, total in enumerate(found["sums"]):
+            assert total == ([number * 40.0 + 6.0] if owned[rank][number] else [])
+        for number in range(3):
+            owners = [0, 0, 1, 1, 2, 2]
+            assert found["gathered"][number] == [number + 100.0 * owner for owner in owners]
+        assert found["gathered"][3] == [203.0] * 3 + [303.0] * 3
+        assert found["gathered"][4] == [4.0] * 3 + [104.0] * 3
+
+
 def test_the_norm_counts_each_number_once():
     # Two stages: 2 * 4 split numbers; the whole parameter of 3, listed as a copy on the first
     # stage, counts on the last one only; the tied copy never: 8 + 3.

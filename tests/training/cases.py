@@ -138,7 +138,7 @@ def train(
 ) -> tuple[RankModel, NamedAdamW, list[StepRecord], LoopEnd]:
     """A run from the start: the stage and optimizer as they end, its records and its end."""
     stage = build(model, config, groups, parallel)
-    optimizer = NamedAdamW(dict(stage.named_parameters()), config)
+    optimizer = NamedAdamW(dict(stage.named_parameters()), config, owned=stage.owned)
     records: list[StepRecord] = []
     end = train_loop(
         model=stage,
@@ -265,7 +265,7 @@ def _run(
     saved: dict[str, torch.Tensor] | None = None,
 ) -> Run:
     stage = build(model, config, groups)
-    optimizer = NamedAdamW(dict(stage.named_parameters()), config)
+    optimizer = NamedAdamW(dict(stage.named_parameters()), config, owned=stage.owned)
     if saved is not None:
         with torch.no_grad():
             for name, value in state_of(stage, optimizer).items():

@@ -157,7 +157,8 @@ def _run_ours(
     sum_gradients([p.grad for p in stage.partial_gradients() if p.grad is not None], groups.tp)
     sum_gradients(stage.shared_gradients(), groups.kv)
     buckets.finish_sum()
-    sum_tied_gradient(stage.tied_parameter(), groups)
+    tied = stage.tied_parameter()
+    sum_tied_gradient(None if tied is None else tied.grad, groups)
     return loss
 
 

@@ -41,6 +41,18 @@ ANYWHERE: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
 }
 """Saved at the first, loaded at all."""
 
+ZERO = replace(ONE_F_ONE_B, zero=1)
+SHARDED: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
+    "tp2 dp2, ZeRO": ((2, 1, 2), ZERO),
+    "dp4": ((1, 1, 4), ONE_F_ONE_B),
+    "dp4, ZeRO": ((1, 1, 4), ZERO),
+    "pp2 dp2, interleaved, ZeRO": ((1, 2, 2), replace(PIPELINES["interleaved"], zero=1)),
+    "dp2, ZeRO": ((1, 1, 2), ZERO),
+    "tp2": ((2, 1, 1), ONE_F_ONE_B),
+    "one process": ANYWHERE["one process"],
+}
+"""The optimizer's state is split over replicas, or is not."""
+
 CONFIG = replace(TRAIN, steps=6, micro_batch_size=1)
 SAVED_AT = 3
 LAYOUTS: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
@@ -72,13 +84,35 @@ def go_on_at(folder: Path, tokens: Path, names: list[str]) -> dict[str, list[flo
     return {name: _losses(tokens, name, load_from=folder) for name in names}
 
 
+def kept(folder: Path, tokens: Path, names: list[str]) -> dict[str, bool]:
+    """Whether a run that is saved, and loaded where it was saved, goes on bit for bit."""
+    found = {}
+    for name in names:
+        losses = _losses(tokens, name, save_to=folder / name)
+        found[name] = losses[SAVED_AT:] == _losses(tokens, name, load_from=folder / name)
+    return found
+
+
+def pass_on(source: Path, folder: Path, names: list[str]) -> None:
+    """Loads a checkpoint in one layout after the other; each saves what the next one loads."""
+    for name in names:
+        degrees, parallel = SHARDED[name]
+        groups = groups_of(ParallelLayout(*degrees))
+        model = build(MODEL, CONFIG, groups, parallel)
+        optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG, owned=model.owned)
+        step = _load(checkpointer(source, groups), model, optimizer)
+        _save(folder / name, step, model, optimizer, groups)
+        groups.close()
+        source = folder / name
+
+
 def _losses(
     tokens: Path, name: str, *, save_to: Path | None = None, load_from: Path | None = None
 ) -> list[float]:
-    degrees, parallel = {**LAYOUTS, **ANYWHERE}[name]
+    degrees, parallel = {**LAYOUTS, **ANYWHERE, **SHARDED}[name]
     groups = groups_of(ParallelLayout(*degrees))
     model = build(MODEL, CONFIG, groups, parallel)
-    optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG)
+    optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG, owned=model.owned)
     step = 0
     if load_from is not None:
         step = _load(checkpointer(load_from, groups), model, optimizer)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slurm_pt.config.choices import DType
+from slurm_pt.config.schema import ParallelConfig
 from slurm_pt.errors import DivergedError
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import StepRecord, train_loop
@@ -32,10 +33,16 @@ def digest(model: RankModel) -> str:
 
 
 def _run(
-    tokens: Path, config: TrainConfig, groups: ProcessGroups, *, bad_step: int, bad_rank: int
+    tokens: Path,
+    config: TrainConfig,
+    groups: ProcessGroups,
+    *,
+    bad_step: int,
+    bad_rank: int,
+    zero: int = 0,
 ) -> tuple[list[StepRecord], list[str], LossScale]:
     """A run in which one rank's gradient becomes infinite in one step (0: in none)."""
-    model = build(MODEL, config, groups)
+    model = build(MODEL, config, groups, ParallelConfig(zero=zero))
     records: list[StepRecord] = []
     weights: list[str] = []
     scale = LossScale.of(config)
@@ -52,7 +59,7 @@ def _run(
     norm.register_hook(overflows)
     train_loop(
         model=model,
-        optimizer=NamedAdamW(dict(model.named_parameters()), config),
+        optimizer=NamedAdamW(dict(model.named_parameters()), config, owned=model.owned),
         dataset=dataset_of(tokens, MODEL, config),
         config=config,
         groups=groups,
@@ -68,11 +75,11 @@ def _run(
 
 
 def overflow(
-    tokens: Path, layout: tuple[int, int, int]
+    tokens: Path, layout: tuple[int, int, int], zero: int = 0
 ) -> tuple[list[bool | None], list[float | None], list[str], float]:
     """Skipped, scale and weights of each step, with an overflow in step 3 on rank 3 alone."""
     groups = groups_of(ParallelLayout(*layout))
-    records, weights, scale = _run(tokens, HALF, groups, bad_step=3, bad_rank=3)
+    records, weights, scale = _run(tokens, HALF, groups, bad_step=3, bad_rank=3, zero=zero)
     groups.close()
     return [r.skipped for r in records], [r.loss_scale for r in records], weights, scale.factor
 

@@ -102,3 +102,67 @@ def test_loading_the_state_continues_bit_for_bit(saved_after):
         resumed.step(learning_rate(step, CONFIG))
     for name, parameter in rest.items():
         assert torch.equal(parameter, whole[name])
+
+
+def test_an_owned_part_is_updated_as_it_would_be_in_the_whole():
+    whole, parts = parameters(), parameters()
+    half = NamedAdamW(parts, CONFIG, owned=lambda tensor: tensor.detach().view(-1)[1:3])
+    optimizer = NamedAdamW(whole, CONFIG)
+    assert {tuple(moment.shape) for moment in half.state()["exp_avg"].values()} == {(2,)}
+    before = {name: parameter.detach().clone() for name, parameter in parts.items()}
+    for step in range(3):
+        give_gradients(whole, step)
+        give_gradients(parts, step)
+        optimizer.step(lr=0.1)
+        half.step(lr=0.1)
+    for name, parameter in parts.items():
+        owned, rest = parameter.detach().view(-1)[1:3], parameter.detach().view(-1)[3:]
+        torch.testing.assert_close(owned, whole[name].detach().view(-1)[1:3])
+        assert torch.equal(rest, before[name].view(-1)[3:])
+
+
+def test_in_host_memory_it_does_the_same_and_takes_what_was_loaded():
+    named, expected = parameters(), parameters()
+    optimizer, plain = NamedAdamW(named, CONFIG), NamedAdamW(expected, CONFIG)
+    optimizer.on_host = True  # as on a GPU: it works on copies
+    for step in range(4):
+        if step == 2:  # as a resume does
+            with torch.no_grad():
+                for one in (named, expected):
+                    one["matrix"].fill_(0.5)
+            optimizer.set_step(step)
+            plain.set_step(step)
+        give_gradients(named, step)
+        give_gradients(expected, step)
+        optimizer.step(lr=0.1)
+        plain.step(lr=0.1)
+    for name, parameter in named.items():
+        assert torch.equal(parameter, expected[name])
+
+
+def test_offloading_changes_nothing_on_a_cpu():
+    optimizer = NamedAdamW(parameters(), replace(CONFIG, offload_optimizer=True))
+    assert not optimizer.on_host
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_offloaded_update_equals_one_on_the_device():
+    made = parameters()
+    named = {name: nn.Parameter(parameter.detach().cuda()) for name, parameter in made.items()}
+    expected = {name: nn.Parameter(p.detach().clone()) for name, p in named.items()}
+    optimizer = NamedAdamW(named, replace(CONFIG, offload_optimizer=True))
+    plain = NamedAdamW(expected, CONFIG)
+    assert {moment.device.type for moment in optimizer.state()["exp_avg"].values()} == {"cpu"}
+    for step in range(4):
+        for one in (named, expected):
+            generator = torch.Generator().manual_seed(step)
+            for parameter in one.values():
+                gradient = torch.randn(parameter.shape, generator=generator)
+                parameter.grad = gradient.cuda()
+        optimizer.step(lr=0.1)
+        plain.step(lr=0.1)
+    copies = optimizer.copies
+    assert copies is not None
+    assert all(weight.is_pinned() for weight in copies.weights.values())
+    for name, parameter in named.items():
+        torch.testing.assert_close(parameter.detach(), expected[name].detach())

@@ -15,6 +15,10 @@ CASES = [
         4, (1, 4, 1), "tied", {"schedule": "interleaved", "virtual_stages": 2}, id="interleaved"
     ),
     pytest.param(4, (1, 2, 2), "tied", {"schedule": "zero_bubble"}, id="zero bubble"),
+    pytest.param(
+        8, (2, 2, 2), "tied", {"sequence": True, "zero": 1}, id="tp2 pp2 dp2, split sequence, ZeRO"
+    ),
+    pytest.param(4, (2, 1, 2), "one key head", {"zero": 1}, id="tp2 dp2, one key head, ZeRO"),
 ]
 
 

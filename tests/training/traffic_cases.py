@@ -40,7 +40,7 @@ def counted_and_planned(
     groups = groups_of(ParallelLayout(*layout), model_config)
     config = ParallelConfig(**parallel | {"schedule": Schedule(parallel["schedule"])})
     model = build(model_config, ONE_STEP, groups, config)
-    optimizer = NamedAdamW(dict(model.named_parameters()), ONE_STEP)
+    optimizer = NamedAdamW(dict(model.named_parameters()), ONE_STEP, owned=model.owned)
     with _counting(groups) as sent:
         train_loop(
             model=model,
@@ -74,9 +74,8 @@ def _counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
     if groups.kv.size() == groups.tp.size() > 1:
         purposes[id(groups.kv)] = "shared heads"
     originals = {name: getattr(dist, name) for name in ("all_reduce", "batch_isend_irecv")}
-    originals |= {
-        name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")
-    }
+    gathers = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    originals |= {name: getattr(dist, name) for name in gathers}
 
     def all_reduce(tensor: Any, *arguments: Any, **options: Any) -> Any:
         group = options["group"]
@@ -94,6 +93,11 @@ def _counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
         sent[purposes[id(group)]] += traffic.gather_bytes(tensor.nbytes, group.size())
         return originals["reduce_scatter_tensor"](output, tensor, **options)
 
+    def exchange(output: Any, tensor: Any, **options: Any) -> Any:
+        group = options["group"]
+        sent[purposes[id(group)]] += traffic.gather_bytes(tensor.nbytes, group.size())
+        return originals["all_to_all_single"](output, tensor, **options)
+
     def messages(ends: list[Any]) -> Any:
         for end in ends:
             if end.op is dist.isend:
@@ -104,6 +108,7 @@ def _counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
         "all_reduce": all_reduce,
         "all_gather_into_tensor": gather,
         "reduce_scatter_tensor": scatter,
+        "all_to_all_single": exchange,
         "batch_isend_irecv": messages,
     }
     for name, function in replaced.items():
@@ -121,13 +126,17 @@ def _planned(
     layout, tp = groups.layout, groups.layout.tp
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     parameters = dict(model.named_parameters())
-    shared = sum(
-        piece.of(parameters[piece.parameter]).numel()
+    owned = [
+        (piece, model.owned(piece.of(parameters[piece.parameter])).numel())
         for piece in model.pieces()
-        if piece.shard.dim is not None and piece.shard.parts < tp
+    ]
+    shared = sum(
+        size for piece, size in owned if piece.shard.dim is not None and piece.shard.parts < tp
     )
-    whole = sum(sizes[piece.parameter] for piece in model.pieces() if piece.shard.dim is None)
+    whole = sum(size for piece, size in owned if piece.shard.dim is None)
     tied = model.tied_parameter()
+    buffers = [] if model.sharding is None else model.sharding.buffers
+    padding = sum(buffer.numel() for buffer in buffers) - sum(sizes.values()) if buffers else 0
     spans = [chunk.span for chunk in model.chunks]
     stage = traffic.StageShape(
         layers=sum(len(span.layers) for span in spans),
@@ -136,7 +145,8 @@ def _planned(
         parameters=sum(sizes.values()),
         whole_parameters=whole,
         shared_parameters=shared,
-        tied_parameters=0 if tied is None else tied.numel(),
+        tied_parameters=0 if tied is None else model.owned(tied).numel(),
+        padding=padding,
     )
     step = traffic.StepShape(
         num_microbatches=ONE_STEP.global_batch_size // layout.dp,
@@ -146,6 +156,7 @@ def _planned(
         activation_bytes=8,
         loss_bytes=8,
         gradient_bytes=8,
+        weight_bytes=8,
     )
     # Forward to the next stage unless it is the last, backward to the one before unless the first.
     sends = sum((not span.last) + (not span.first) for span in spans) if layout.pp > 1 else 0
@@ -154,6 +165,6 @@ def _planned(
         "tensor": traffic.tensor_bytes(stage, step, tp=tp, sequence=sequence),
         "shared heads": traffic.shared_head_bytes(stage, step, sharing=groups.kv.size()),
         "pipeline": traffic.pipeline_bytes(step, sends=sends, tp=tp, sequence=sequence),
-        "data": traffic.data_bytes(stage, step, dp=layout.dp),
+        "data": traffic.data_bytes(stage, step, dp=layout.dp, zero=parallel.zero),
         "tied embedding": traffic.tied_bytes(stage, step),
     }
