@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slurm_pt.checkpoint.tensor_index import StoredTensor
 from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.plan.layout import ParallelLayout, Place
-
-if TYPE_CHECKING:
-    from slurm_pt.checkpoint.tensor_files import StoredTensor
 
 
 def save_tree(

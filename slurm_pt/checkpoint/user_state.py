@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slurm_pt.checkpoint.tensor_index import read_index
 from slurm_pt.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -79,8 +80,6 @@ def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Res
     Tensors go into objects through their load_state_dict; a bare tensor is filled in place, and
     other values cannot be handed back, so they belong into an object with a state dict.
     """
-    from slurm_pt.checkpoint.tensor_files import read_index
-
     tensors: dict[str, Tensor] = {}
 
     def allocate(path: Path) -> Mapping[str, Tensor]:
