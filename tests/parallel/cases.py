@@ -53,6 +53,9 @@ def memberships(layouts: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
             for name, group in vars(groups).items()
             if group is None or isinstance(group, dist.ProcessGroup)
         }
+        backend = groups.background._get_backend(groups.device)
+        row["background timeout"] = backend.options._timeout
+        row["background is its own"] = groups.background not in (groups.world, groups.dp, groups.tp)
         row["agreed"] = [agree(groups, dist.get_rank() == rank) for rank in (0, 1, -1)]
         found.append(row)
         groups.close()
