@@ -27,7 +27,9 @@ def test_groups_hold_the_ranks_of_the_layout_and_can_be_made_again_after_close()
     for rank in everyone:
         assert [row["agreed"] for row in results[rank]] == [[True, True, False]] * 2
         assert all(row["background is its own"] for row in results[rank])
-        # Ranks wait there for one that reads and hashes; the groups' own limit is a minute.
+        minute = timedelta(minutes=1)  # as was asked for
+        assert all(set(row["timeouts"].values()) == {minute} for row in results[rank])
+        # But in the background ranks wait for one that reads and hashes.
         assert all(row["background timeout"] >= timedelta(hours=1) for row in results[rank])
 
 
