@@ -2,7 +2,7 @@
 
     config.json  model.safetensors (or model-00001-of-00004.safetensors ... and an index)
 
-What comes in is a checkpoint of step 0 that has weights alone, for `checkpoint.init_from`.
+What comes in is a checkpoint of step 0 that has weights alone, for `train.init_from`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _write_ours(
         transposed = entry.transposed and len(stored.shape) == 2
         shape = stored.shape[::-1] if transposed else stored.shape
         rows = shape[0] // entry.count
-        filled = vocab_size if name in VOCABULARY else rows
+        filled = max(rows, vocab_size) if name in VOCABULARY else rows
         kind = TensorKind(f"model/{name}", stored.dtype, (filled, *shape[1:]))
 
         def blocks() -> Iterator[Tensor]:
@@ -190,19 +190,18 @@ def convert_to(
     """
     config = from_their_config(dict(their_config))
     index = read_index(checkpoint)
-    groups: dict[str, list[StoredTensor]] = {}
-    entries: dict[str, TheirTensor] = {}
+    groups: dict[str, list[tuple[TheirTensor, StoredTensor]]] = {}
     for ours, entry in their_tensors(config).items():
         if f"model/{ours}" not in index:
             raise CheckpointError(f"{checkpoint} has no model/{ours}: it is of another model")
         stored = index[f"model/{ours}"]
-        if ours in VOCABULARY:  # leave out what was filled up
-            stored = replace(stored, shape=(config.vocab_size, *stored.shape[1:]))
-        groups.setdefault(entry.name, []).append(stored)
-        entries[entry.name] = entry
+        if ours in VOCABULARY:
+            stored = _without_filling(stored, config.vocab_size, f"{checkpoint}: model/{ours}")
+        groups.setdefault(entry.name, []).append((entry, stored))
     reader = BoxReader(checkpoint)
     tensors = [
-        _theirs_of(entries[name], members, reader, dtype) for name, members in groups.items()
+        _theirs_of(members[0][0], [stored for _, stored in members], reader, dtype)
+        for members in groups.values()
     ]
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose a new folder")
@@ -211,6 +210,14 @@ def convert_to(
     written = _name_as_they_do(target, list(files))
     (target / "config.json").write_text(json.dumps(dict(their_config), indent=2) + "\n")
     return [*written, target / "config.json"]
+
+
+def _without_filling(stored: StoredTensor, vocab_size: int, name: str) -> StoredTensor:
+    """The rows that stand for a token; more cannot be had."""
+    rows, width = stored.shape
+    if rows < vocab_size:
+        raise CheckpointError(f"{name} has {rows} rows: the vocabulary cannot be {vocab_size}")
+    return replace(stored, shape=(vocab_size, width))
 
 
 def _theirs_of(
