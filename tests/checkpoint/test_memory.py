@@ -151,8 +151,8 @@ def test_no_conversion_holds_a_tensor_whole(tmp_path, monkeypatch, family):
         step = tmp_path / "ours" / "step_00000000"
         convert_to(step, tmp_path / "back", their_config=theirs, dtype=None)
     assert max(taken.sizes) <= 8192
+    more = {**theirs, "vocab_size": 1025}
     with pytest.raises(CheckpointError, match="has 1024 rows: the vocabulary cannot be 1025"):
-        more = {**theirs, "vocab_size": 1025}
         convert_to(step, tmp_path / "more", their_config=more, dtype=None)
     assert store.find_damage(step) is None
     assert read_index(step)["model/embedding.tokens.weight"].shape == (1024, 64)
