@@ -29,8 +29,9 @@ from benchmarks.comparison import (
 )
 from benchmarks.contestants import ALONE, CONTESTANTS, FLOOR, OURS, contestant
 from benchmarks.peer_environment import MissingPeerError, interpreter_with
-from benchmarks.ranks import TrialError, run_trial
+from benchmarks.ranks import run_trial
 from benchmarks.trial import MODELS, Layout, Trial
+from tests.ranks import RankFailedError
 
 ONE = "one"
 """Our runtime (where it cannot train the model: plain torch) in one process, with the layout's
@@ -92,7 +93,7 @@ class Comparison:
         return contestant(OURS).runs(Layout(), MODELS[self.model])
 
     def run(self, trial: Trial) -> Any:
-        """The outcome; raises MissingPeerError or TrialError."""
+        """The outcome; raises MissingPeerError or RankFailedError."""
         packages = contestant(trial.contestant).packages
         key = " ".join(packages)
         if key not in self.pythons:
@@ -120,7 +121,7 @@ class Comparison:
             losses = self._checked_losses(name, layout)
         except MissingPeerError as error:
             return f"missing: {error}"
-        except TrialError as error:
+        except RankFailedError as error:
             return f"failed: {error}"
         difference = disagreement(losses, right)
         verdict = "agrees" if difference <= TOLERANCE else "DISAGREES, not ranked"
@@ -142,7 +143,7 @@ class Comparison:
                 trial = self.trial(name, layout, steps=self.steps, warmup=self.warmup)
                 try:
                     seconds = self.run(trial).step_s
-                except TrialError as error:
+                except RankFailedError as error:
                     del of_layout[name]
                     self.checks[str(layout)][name] = f"failed when timed: {error}"
                     say(f"{layout} {name}: {error}")

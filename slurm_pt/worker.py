@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -225,6 +226,10 @@ def _report_start(run: Run, first_step_s: float) -> None:
 def main() -> None:
     """One rank of a submitted run. Exits with the code of the contract, at once."""
     shield()
+    # What torch compiles at run time is locked by a file that a killed process leaves behind, and
+    # in the home folder every later job waits for it: an attempt has a folder of its own.
+    own = Path(os.environ["SLURM_PT_ATTEMPT_DIR"]) / "torch_extensions"
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(own))
 
     def program(path: str) -> Any:
         run = open_run(path)

@@ -56,10 +56,11 @@ def make_point(root: Path, **changes: Any) -> Point:
     return Point(run_dir_of(config, cfg), cfg, config, make_plan(config), spec)
 
 
-def make_run(root: Path, **changes: Any) -> RunDir:
+def make_run(root: Path, entry: dict[str, str] | None = None, **changes: Any) -> RunDir:
     """A run folder as a submission leaves it, without a job."""
     point = make_point(root, **changes)
-    create_run(point.run, cfg=point.cfg, spec=point.spec, plan=point.plan.as_json())
+    spec = {**point.spec, "entry": entry or point.spec["entry"]}
+    create_run(point.run, cfg=point.cfg, spec=spec, plan=point.plan.as_json())
     return point.run
 
 

@@ -5,11 +5,13 @@
 One launcher process imports torch once and forks the ranks: eight ranks start in about two
 seconds, where eight interpreters took 14. The first rank that fails decides: its traceback is
 raised here, and the others are killed, by id. Ranks end with os._exit after a flush, since
-gloo's threads abort one clean exit in eight.
+gloo's threads abort one clean exit in eight. What ranks print is shown only if some of them end
+without a word. Benchmarks start their ranks here too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pickle
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,13 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(
-    world_size: int, function: str, *arguments: Any, deadline_s: float = 600.0
+    world_size: int,
+    function: str,
+    *arguments: Any,
+    deadline_s: float = 600.0,
+    python: str = sys.executable,
+    environ: Mapping[str, str] | None = None,
+    imports: Sequence[str] = (),
 ) -> list[Any]:
     """What `function(*arguments)` returned on each rank, rank 0 first.
 
@@ -40,27 +49,37 @@ def run_ranks(
     Args:
         function: `package.module:name`.
         deadline_s: After this long the ranks are killed and RankFailedError is raised.
+        python: The interpreter, with torch.
+        environ: Variables to add.
+        imports: Modules to import once, before the ranks are forked.
     """
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        (folder / "call").write_bytes(pickle.dumps((world_size, function, arguments, deadline_s)))
+        call = (world_size, function, arguments, deadline_s, tuple(imports))
+        (folder / "call").write_bytes(pickle.dumps(call))
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
             "GLOO_SOCKET_IFNAME": "lo",
+            **(environ or {}),
         }
-        launcher = subprocess.Popen(
-            [sys.executable, "-m", "tests.ranks", name],
-            cwd=REPOSITORY,
-            env=environment,
-            start_new_session=True,
-        )
-        try:
-            launcher.wait(timeout=deadline_s + 30.0)
-        except subprocess.TimeoutExpired:
-            os.killpg(launcher.pid, signal.SIGKILL)  # a session that holds our ranks alone
-            launcher.wait()
+        with (folder / "output").open("wb") as output:
+            launcher = subprocess.Popen(
+                [python, "-m", "tests.ranks", name],
+                cwd=REPOSITORY,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    launcher.wait(timeout=deadline_s + 30.0)
+            finally:  # also when this process is told to stop
+                if launcher.poll() is None:
+                    os.killpg(launcher.pid, signal.SIGKILL)  # a session of our ranks alone
+                    launcher.wait()
         _raise_first_failure(folder, world_size)
         return [
             pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)
@@ -73,15 +92,19 @@ def _raise_first_failure(folder: Path, world_size: int) -> None:
         raise RankFailedError(f"rank {failures[0].stem}:\n{failures[0].read_text()}")
     silent = [rank for rank in range(world_size) if not (folder / f"{rank}.result").exists()]
     if silent:
-        raise RankFailedError(f"no result of ranks {silent}: killed at the deadline, or died")
+        said = (folder / "output").read_text(errors="replace")[-2000:]
+        raise RankFailedError(
+            f"no result of ranks {silent}: killed at the deadline, or died. They said:\n{said}"
+        )
 
 
 def _launch(folder: Path) -> None:
     """The launcher process: fork the ranks, wait for them, kill what is left."""
-    world_size, function, arguments, deadline_s = pickle.loads((folder / "call").read_bytes())
+    call = pickle.loads((folder / "call").read_bytes())
+    world_size, function, arguments, deadline_s, imports = call
     # Once, before the fork. torch.optim imports _dynamo at its first use, which takes seconds.
-    importlib.import_module("torch._dynamo")
-    importlib.import_module(function.partition(":")[0])
+    for module in ("torch._dynamo", function.partition(":")[0], *imports):
+        importlib.import_module(module)
     store = folder / "store"
     ranks: dict[int, int] = {}
     for rank in range(world_size):

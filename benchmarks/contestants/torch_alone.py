@@ -4,22 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from benchmarks.contestants import Train, stepwise
-from benchmarks.reference import (
-    Decoder,
-    Weights,
-    adamw,
-    clip_gradients,
-    gradients_of,
-    load,
-    mean_loss,
-)
+from benchmarks.contestants.accumulation import train_share
+from benchmarks.reference import Decoder, Weights, load
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from benchmarks.contestants import Train
     from benchmarks.trial import Trial
 
 
@@ -27,19 +16,4 @@ def build(trial: Trial, weights: Weights) -> Train:
     """The whole model on each rank; ranks never talk."""
     model = Decoder(trial.model)
     load(model, weights)
-    optimizer = adamw(trial, model.parameters())
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-
-    def step(batch: Tensor) -> float:
-        micro_batches = batch.chunk(world_size)[rank].split(trial.micro_batch_size)
-        optimizer.zero_grad()
-        total = 0.0
-        for tokens in micro_batches:
-            loss = mean_loss(model(tokens[:, :-1]), tokens[:, 1:]) / len(micro_batches)
-            loss.backward()
-            total += loss.item()
-        clip_gradients(gradients_of(model.parameters()), trial.grad_clip)
-        optimizer.step()
-        return total
-
-    return stepwise(step)
+    return train_share(trial, model)

@@ -14,20 +14,13 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from benchmarks.contestants import Train, stepwise
-from benchmarks.reference import (
-    Decoder,
-    Weights,
-    adamw,
-    clip_gradients,
-    gradients_of,
-    load,
-    mean_loss,
-)
+from benchmarks.contestants.accumulation import accumulate
+from benchmarks.reference import Decoder, Weights, clip_gradients, gradients_of, load
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from benchmarks.contestants import Train
     from benchmarks.trial import Trial
 
 
@@ -37,22 +30,18 @@ def build(trial: Trial, weights: Weights) -> Train:
     load(model, weights)
     mesh = init_device_mesh("cpu", (trial.layout.tp,))
     split_model(model, mesh)
-    optimizer = adamw(trial, model.parameters())
 
-    def step(batch: Tensor) -> float:
-        micro_batches = batch.split(trial.micro_batch_size)
-        optimizer.zero_grad()
-        total = 0.0
-        with loss_parallel():
-            for tokens in micro_batches:
-                loss = mean_loss(model(tokens[:, :-1]), tokens[:, 1:]) / len(micro_batches)
-                loss.backward()
-                total += float(_local(loss.detach()))
+    def clip() -> None:
         clip_split_gradients(model, trial.grad_clip, tp_rank=mesh.get_local_rank())
-        optimizer.step()
-        return total
 
-    return stepwise(step)
+    return accumulate(
+        trial,
+        model,
+        lambda batch: batch.split(trial.micro_batch_size),
+        clip=clip,
+        around=loss_parallel,
+        number=lambda loss: float(_local(loss)),
+    )
 
 
 def split_model(model: Decoder, mesh: DeviceMesh) -> None:

@@ -6,9 +6,10 @@ layout.
 Never does: pickle, overwrite a committed step, delete the last good one, or start afresh in
 silence when checkpoints are there but cannot be used.
 
-`store` is the folders and files, without torch: the login node reads it. `tensor_files` writes and
-reads tensors for torch.distributed.checkpoint, `state` says which tensors this rank saves,
-`random_state` the random generators. `checkpointer` is what the ranks call: `saving` is a
-snapshot's way to disk, `resuming` the way back, `verification` the look at checksums by all ranks.
+`store` is the folders and files, without torch: the login node reads it. `tensor_index` says where
+each tensor lies, `tensor_bytes` moves its bytes, `tensor_files` does both for
+torch.distributed.checkpoint. `state` says which tensors this rank saves, `random_state` the random
+generators. `checkpointer` is what the ranks call: `saving` is a snapshot's way to disk, `resuming`
+the way back, `verification` the look at checksums by all ranks.
 `hugging_face` converts from and to Hugging Face folders.
 """

@@ -170,7 +170,7 @@ class Checkpointer:
     ) -> Resumed | None:
         """Like `resume`, for tensors that are only known once the checkpoint is.
 
-        `allocate` takes the folder of the chosen checkpoint (`tensor_files.read_index` tells names,
+        `allocate` takes the folder of the chosen checkpoint (`tensor_index.read_index` tells names,
         shapes and formats) and gives the tensors to fill.
         """
         resumed = self._loader.load(allocate, shards or {})

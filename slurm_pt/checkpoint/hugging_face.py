@@ -1,16 +1,15 @@
-"""Checkpoints from and to Hugging Face folders, tensor by tensor: never the whole model in memory.
+"""Checkpoints from and to Hugging Face folders, in blocks of rows: never a whole tensor in memory.
 
     config.json  model.safetensors (or model-00001-of-00004.safetensors ... and an index)
 
-What comes in is a checkpoint of step 0 that has weights alone, for `checkpoint.init_from`.
+What comes in is a checkpoint of step 0 that has weights alone, for `train.init_from`.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -18,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from slurm_pt.checkpoint import store
 from slurm_pt.checkpoint.store import FileRecord, Manifest
-from slurm_pt.checkpoint.tensor_files import (
+from slurm_pt.checkpoint.tensor_bytes import BoxReader, write_tensors
+from slurm_pt.checkpoint.tensor_index import (
     INDEX,
+    StoredTensor,
+    TensorKind,
+    lay_out,
+    read_headers,
     read_index,
-    read_whole,
     render_index,
     tensor_file,
 )
@@ -36,7 +37,9 @@ from slurm_pt.errors import CheckpointError
 from slurm_pt.training.hugging_face import TheirTensor, from_their_config, their_tensors
 
 SHARD_BYTES = 2 * 2**30
-"""Of one file: what a conversion holds in memory, besides one tensor."""
+"""Of one file. A larger tensor has a file of its own."""
+BLOCK_BYTES = 32 * 2**20
+"""Of the rows of a tensor that are in memory at once, as they are stored."""
 _BESIDE = (
     "tokenizer*",
     "vocab.*",
@@ -67,8 +70,7 @@ def convert_from(source: Path, target: Path, *, vocab_multiple: int = 1) -> Mode
     temporary = store.prepare(target, 0)
     if temporary is None:
         raise CheckpointError(f"{target} holds a converted model already. Choose another folder")
-    with open_their_files(source) as files:
-        records = _write_ours(files, config, temporary, vocab_size=padded)
+    records = _write_ours(source, config, temporary, vocab_size=padded)
     manifest = Manifest(
         step=0,
         layout={"tp": 1, "pp": 1, "dp": 1},
@@ -96,58 +98,69 @@ def read_their_config(folder: Path) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class TheirFiles:
-    """Their tensors, read in parts from files that are mapped, not loaded."""
+class _Outgoing:
+    """A tensor to be written."""
 
-    folder: Path
-    handles: Mapping[str, Any]
-    """By tensor name."""
-
-    def read(self, entry: TheirTensor) -> Tensor:
-        """Our tensor, whole, out of theirs."""
-        # The published GPT-2 weights are those of the model without its head, named without it.
-        bare = entry.name.removeprefix("transformer.")
-        name = next((name for name in (entry.name, bare) if name in self.handles), None)
-        if name is None:
-            raise CheckpointError(f"{self.folder} has no tensor {entry.name}")
-        lazy = self.handles[name].get_slice(name)
-        shape = lazy.get_shape()
-        dim = len(shape) - 1 if entry.transposed else 0  # of the output features
-        size = shape[dim] // entry.count
-        part = slice(entry.index * size, (entry.index + 1) * size)
-        tensor: Tensor = lazy[:, part] if dim == 1 else lazy[part]
-        return tensor.t().contiguous() if entry.transposed else tensor
-
-
-@contextmanager
-def open_their_files(folder: Path) -> Iterator[TheirFiles]:
-    """The tensors of a folder, for as long as the context lasts."""
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        raise CheckpointError(f"{folder} has no *.safetensors files")
-    with ExitStack() as stack:
-        handles: dict[str, Any] = {}
-        for path in paths:
-            file = stack.enter_context(safe_open(path, "pt"))
-            handles |= dict.fromkeys(file.keys(), file)
-        yield TheirFiles(folder, handles)
+    kind: TensorKind
+    blocks: Callable[[], Iterable[Tensor]]
+    """Its rows, some at a time."""
 
 
 def _write_ours(
-    files: TheirFiles, config: ModelConfig, folder: Path, *, vocab_size: int
+    source: Path, config: ModelConfig, folder: Path, *, vocab_size: int
 ) -> dict[str, FileRecord]:
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, entry in their_tensors(config).items():
-            tensor = files.read(entry)
-            if name in VOCABULARY and vocab_size > tensor.shape[0]:
-                fill = tensor.new_zeros(vocab_size - tensor.shape[0], *tensor.shape[1:])
-                tensor = torch.cat([tensor, fill])
-            yield f"model/{name}", tensor
+    theirs = _their_headers(source)
+    reader = BoxReader(source)
 
-    names = _write_shards(tensors(), folder, tensor_file)
-    records = {name: store.describe_file(folder / name) for name in names}
-    records[INDEX] = store.write_file(folder / INDEX, render_index(folder, names).encode())
+    def outgoing(name: str, entry: TheirTensor) -> _Outgoing:
+        stored = _find(theirs, entry.name, source)
+        transposed = entry.transposed and len(stored.shape) == 2
+        shape = stored.shape[::-1] if transposed else stored.shape
+        rows = shape[0] // entry.count
+        filled = max(rows, vocab_size) if name in VOCABULARY else rows
+        kind = TensorKind(f"model/{name}", stored.dtype, (filled, *shape[1:]))
+
+        def blocks() -> Iterator[Tensor]:
+            for begin, count in _blocks_of(rows, kind):
+                first = entry.index * rows + begin
+                if transposed:
+                    yield reader.read(stored, (0, first), (shape[1], count)).t()
+                else:
+                    at = (first, *(0 for _ in shape[1:]))
+                    yield reader.read(stored, at, (count, *shape[1:]))
+            for _, count in _blocks_of(filled - rows, kind):
+                yield torch.zeros(count, *shape[1:], dtype=stored.dtype)
+
+        return _Outgoing(kind, blocks)
+
+    tensors = [outgoing(name, entry) for name, entry in their_tensors(config).items()]
+    records = _write_files(tensors, folder, tensor_file)
+    index = read_headers(folder / name for name in records)
+    records[INDEX] = store.write_file(folder / INDEX, render_index(index).encode())
     return records
+
+
+def _their_headers(folder: Path) -> dict[str, StoredTensor]:
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise CheckpointError(f"{folder} has no *.safetensors files")
+    return read_headers(paths)
+
+
+def _find(theirs: Mapping[str, StoredTensor], name: str, folder: Path) -> StoredTensor:
+    # The published GPT-2 weights are those of the model without its head, named without it.
+    for known in (name, name.removeprefix("transformer.")):
+        if known in theirs:
+            return theirs[known]
+    raise CheckpointError(f"{folder} has no tensor {name}")
+
+
+def _blocks_of(rows: int, kind: TensorKind) -> Iterator[tuple[int, int]]:
+    """Begin and length of blocks that are at most BLOCK_BYTES, or one row."""
+    row_bytes = max(1, kind.size_bytes // max(1, kind.shape[0]))
+    step = max(1, BLOCK_BYTES // row_bytes)
+    for begin in range(0, rows, step):
+        yield begin, min(step, rows - begin)
 
 
 def _write_description(source: Path, target: Path, config: ModelConfig) -> None:
@@ -177,50 +190,87 @@ def convert_to(
     """
     config = from_their_config(dict(their_config))
     index = read_index(checkpoint)
-    groups: dict[str, list[tuple[str, TheirTensor]]] = {}
+    groups: dict[str, list[tuple[TheirTensor, StoredTensor]]] = {}
     for ours, entry in their_tensors(config).items():
         if f"model/{ours}" not in index:
             raise CheckpointError(f"{checkpoint} has no model/{ours}: it is of another model")
-        groups.setdefault(entry.name, []).append((ours, entry))
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for name, members in groups.items():
-            parts = [read_whole(checkpoint, index[f"model/{ours}"]) for ours, _ in members]
-            if members[0][0] in VOCABULARY:
-                parts = [part[: config.vocab_size] for part in parts]
-            tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-            tensor = tensor.t().contiguous() if members[0][1].transposed else tensor
-            yield name, tensor if dtype is None else tensor.to(getattr(torch, dtype))
-
+        stored = index[f"model/{ours}"]
+        if ours in VOCABULARY:
+            stored = _without_filling(stored, config.vocab_size, f"{checkpoint}: model/{ours}")
+        groups.setdefault(entry.name, []).append((entry, stored))
+    reader = BoxReader(checkpoint)
+    tensors = [
+        _theirs_of(members[0][0], [stored for _, stored in members], reader, dtype)
+        for members in groups.values()
+    ]
     if target.exists() and any(target.iterdir()):
         raise CheckpointError(f"{target} is not empty. Choose a new folder")
     target.mkdir(parents=True, exist_ok=True)
-    names = _write_shards(tensors(), target, lambda number: f"part-{number}.safetensors")
-    written = _name_as_they_do(target, names)
+    files = _write_files(tensors, target, lambda number: f"part-{number}.safetensors")
+    written = _name_as_they_do(target, list(files))
     (target / "config.json").write_text(json.dumps(dict(their_config), indent=2) + "\n")
     return [*written, target / "config.json"]
 
 
-def _write_shards(tensors: Iterator[tuple[str, Tensor]], folder: Path, name_of: Any) -> list[str]:
-    """The names of the files that hold the tensors, none of them much above SHARD_BYTES."""
-    names: list[str] = []
-    held: dict[str, Tensor] = {}
-
-    def flush() -> None:
-        if held:
-            names.append(name_of(len(names)))
-            save_file(held, folder / names[-1], metadata={"format": "pt"})
-            held.clear()
-
-    for name, tensor in tensors:
-        if sum(kept.nbytes for kept in held.values()) + tensor.nbytes > SHARD_BYTES:
-            flush()
-        held[name] = tensor.contiguous()
-    flush()
-    return names
+def _without_filling(stored: StoredTensor, vocab_size: int, name: str) -> StoredTensor:
+    """The rows that stand for a token; more cannot be had."""
+    rows, width = stored.shape
+    if rows < vocab_size:
+        raise CheckpointError(f"{name} has {rows} rows: the vocabulary cannot be {vocab_size}")
+    return replace(stored, shape=(vocab_size, width))
 
 
-def _name_as_they_do(folder: Path, names: list[str]) -> list[Path]:
+def _theirs_of(
+    entry: TheirTensor, members: Sequence[StoredTensor], reader: BoxReader, dtype: str | None
+) -> _Outgoing:
+    """One of their tensors, of ours that are side by side in it."""
+    number_format = members[0].dtype if dtype is None else getattr(torch, dtype)
+    transposed = entry.transposed and len(members[0].shape) == 2
+    rows = [member.shape[0] for member in members]
+    width = members[0].shape[1:]
+    shape = (*width, sum(rows)) if transposed else (sum(rows), *width)
+    kind = TensorKind(entry.name, number_format, shape)
+
+    def blocks() -> Iterator[Tensor]:
+        if transposed:
+            for begin, count in _blocks_of(shape[0], kind):
+                parts = [
+                    reader.read(member, (0, begin), (member.shape[0], count)) for member in members
+                ]
+                yield torch.cat(parts).t().to(number_format)
+            return
+        at = tuple(0 for _ in width)
+        for member in members:
+            for begin, count in _blocks_of(member.shape[0], kind):
+                yield reader.read(member, (begin, *at), (count, *width)).to(number_format)
+
+    return _Outgoing(kind, blocks)
+
+
+def _write_files(
+    tensors: Iterable[_Outgoing], folder: Path, name_of: Callable[[int], str]
+) -> dict[str, FileRecord]:
+    """The files that hold the tensors, none of them above SHARD_BYTES but for a larger tensor."""
+    files: list[list[_Outgoing]] = [[]]
+    for tensor in tensors:
+        held = sum(other.kind.size_bytes for other in files[-1])
+        if files[-1] and held + tensor.kind.size_bytes > SHARD_BYTES:
+            files.append([])
+        files[-1].append(tensor)
+    records = {}
+    for number, held_here in enumerate(files):
+        # Large elements first: then each tensor starts at a multiple of its element size.
+        held_here.sort(key=lambda tensor: -tensor.kind.dtype.itemsize)
+        name, kinds = name_of(number), [tensor.kind for tensor in held_here]
+        header, places = lay_out(name, kinds, metadata={"format": "pt"})
+        blocks = (block for tensor in held_here for block in tensor.blocks())
+        records[name] = write_tensors(folder / name, header, blocks)
+        if records[name].size_bytes != places[-1].start_bytes + places[-1].size_bytes:
+            raise CheckpointError(f"{folder / name} is not as long as its header says")
+    return records
+
+
+def _name_as_they_do(folder: Path, names: Sequence[str]) -> list[Path]:
     """model.safetensors, or numbered files with an index."""
     if len(names) == 1:
         return [(folder / names[0]).rename(folder / "model.safetensors")]
@@ -229,9 +279,9 @@ def _name_as_they_do(folder: Path, names: list[str]) -> list[Path]:
     for number, name in enumerate(names, start=1):
         final = f"model-{number:05d}-of-{len(names):05d}.safetensors"
         paths.append((folder / name).rename(folder / final))
-        total += paths[-1].stat().st_size
-        with safe_open(paths[-1], "pt") as file:
-            weight_map |= dict.fromkeys(file.keys(), final)
+        stored = read_headers([paths[-1]])
+        total += sum(chunk.place.size_bytes for one in stored.values() for chunk in one.chunks)
+        weight_map |= dict.fromkeys(stored, final)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     path = folder / "model.safetensors.index.json"
     path.write_text(json.dumps(index, indent=2) + "\n")

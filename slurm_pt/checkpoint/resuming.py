@@ -6,20 +6,18 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from slurm_pt.checkpoint import state, store
 from slurm_pt.checkpoint.peers import Peers, error_of_dcp
 from slurm_pt.checkpoint.store import Manifest, StoredCheckpoint
+from slurm_pt.checkpoint.tensor_index import StoredTensor, read_index
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
 from slurm_pt.parallel.shard import Shard
-
-if TYPE_CHECKING:
-    from slurm_pt.checkpoint.tensor_files import StoredTensor
 
 _SHOWN_PROBLEMS = 10
 
@@ -102,7 +100,7 @@ class Loader:
         problem = stored.problem or find_damage_together(self._peers, path)
         if problem is not None:
             raise CheckpointError(f"{path} cannot be used: {problem}")
-        index = self._peers.on_each(lambda: _index_of(path))
+        index = self._peers.on_each(lambda: read_index(path))
         held = {name: entry for name, entry in index.items() if name in tensors}
         self._load(path, held, tensors, shards, any_format=True)
 
@@ -130,7 +128,7 @@ class Loader:
         rank_state = None
         if not world_changed:
             rank_state = json.loads((path / store.rank_file(self._groups.rank)).read_bytes())
-        return _Opened(manifest, _index_of(path), rank_state, world_changed)
+        return _Opened(manifest, read_index(path), rank_state, world_changed)
 
     def _load(
         self,
@@ -164,12 +162,6 @@ class Loader:
             )
         except CheckpointException as error:
             raise error_of_dcp(error) from None
-
-
-def _index_of(path: Path) -> Mapping[str, StoredTensor]:
-    from slurm_pt.checkpoint.tensor_files import read_index
-
-    return read_index(path)
 
 
 def _does_not_fit(path: Path, problems: Iterable[str]) -> CheckpointError:

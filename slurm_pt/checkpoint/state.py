@@ -13,16 +13,14 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from slurm_pt.checkpoint.tensor_index import StoredTensor
 from slurm_pt.parallel.shard import WHOLE, Fragment, Shard
 from slurm_pt.plan.layout import ParallelLayout, Place
-
-if TYPE_CHECKING:
-    from slurm_pt.checkpoint.tensor_files import StoredTensor
 
 
 def save_tree(

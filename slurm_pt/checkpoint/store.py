@@ -3,7 +3,7 @@
     checkpoints/
       step_00000012/              committed: it has this name, and a manifest
         manifest.json             what is here: step, layout, versions, size and sha256 of each file
-        tensors.json              where each tensor is (tensor_files.py)
+        tensors.json              where each tensor is (tensor_index.py)
         rank_00003.safetensors    the tensors that rank 3 wrote
         rank_00003.json           what belongs to rank 3 alone (random state)
       step_00000013.tmp/          being written, or left by an attempt that died
@@ -102,14 +102,6 @@ def write_file(path: Path, data: bytes) -> FileRecord:
         file.flush()
         os.fsync(file.fileno())
     return FileRecord(len(data), hashlib.sha256(data).hexdigest())
-
-
-def describe_file(path: Path) -> FileRecord:
-    """The record of a file that was written by somebody else, put on disk and read back."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(path.stat().st_size, digest)
 
 
 def sync_folder(folder: Path) -> None:

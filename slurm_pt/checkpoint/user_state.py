@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slurm_pt.checkpoint.tensor_index import read_index
 from slurm_pt.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,19 +74,27 @@ def unflatten(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     return content
 
 
+def _has_tensors(part: Any) -> bool:
+    return hasattr(part, "state_dict") or isinstance(part, Tensor)
+
+
 def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Resumed | None:
     """Loads the newest usable checkpoint into the objects of `state`. Collective.
 
     Tensors go into objects through their load_state_dict; a bare tensor is filled in place, and
     other values cannot be handed back, so they belong into an object with a state dict.
     """
-    from slurm_pt.checkpoint.tensor_files import read_index
-
     tensors: dict[str, Tensor] = {}
+    own, _ = flatten({key: part for key, part in state.items() if _has_tensors(part)})
 
     def allocate(path: Path) -> Mapping[str, Tensor]:
-        index = read_index(path)
-        tensors.update({name: torch.empty(t.shape, dtype=t.dtype) for name, t in index.items()})
+        for name, stored in read_index(path).items():
+            # Into the object's own memory where it has it already: a model is not held twice. A
+            # new optimizer has no moments yet, and takes those that it is given.
+            mine = own.get(name)
+            if mine is None or (mine.shape, mine.dtype) != (stored.shape, stored.dtype):
+                mine = torch.empty(stored.shape, dtype=stored.dtype)
+            tensors[name] = mine
         return tensors
 
     resumed = checkpointer.resume_into(allocate)

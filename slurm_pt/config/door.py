@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from slurm_pt.config.batch_rules import batch_problem
 from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.replica_rules import replica_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
@@ -345,18 +346,9 @@ def _batch_rules(config: RunConfig) -> typing.Iterator[Problem]:
     train, dp = config.train, config.parallel.dp or 1
     if min(train.global_batch_size, train.micro_batch_size, dp) < 1:
         return
-    group = train.micro_batch_size * dp
-    if train.global_batch_size % group:
-        up = -(-train.global_batch_size // group) * group
-        down = train.global_batch_size // group * group
-        sizes = f"{down} or {up}" if down else str(up)
-        yield Problem(
-            "train.global_batch_size",
-            train.global_batch_size,
-            f"must be micro-batch * dp * accumulation steps, so a multiple of "
-            f"train.micro_batch_size={train.micro_batch_size} * parallel.dp={dp} = {group}",
-            f"set train.global_batch_size={sizes}",
-        )
+    problem = batch_problem(train, dp)
+    if problem is not None:
+        yield problem
 
 
 def _data_rules(config: RunConfig) -> typing.Iterator[Problem]:

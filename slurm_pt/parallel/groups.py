@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from slurm_pt.plan.layout import ParallelLayout, Place
 
 
+PATIENCE = timedelta(hours=2)
+"""How long a rank waits for another in the background at least: one that hashes its share of a
+large checkpoint on a slow file system is not lost. One that died is noticed at once."""
+
+
 @dataclass(frozen=True)
 class ProcessGroups:
     """The communicators of one rank and its place in the grid."""
@@ -113,7 +118,7 @@ def create_groups(
         dp=dp or alone,
         kv=kv or alone,
         embedding=mine(ends) if layout.pp > 1 else None,
-        background=dist.new_group(list(everyone), timeout=timeout, backend="gloo"),
+        background=dist.new_group(list(everyone), timeout=max(timeout, PATIENCE), backend="gloo"),
     )
     if device.type == "cuda":
         _connect(groups)

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from slurm_pt.config import JobConfig, RunConfig, Schedule
+from slurm_pt.config.batch_rules import batch_problem
+from slurm_pt.config.batch_rules import num_microbatches as count_microbatches
 from slurm_pt.errors import ConfigError, Problem
 from slurm_pt.plan.layout import ParallelLayout, split_layers
 
@@ -63,18 +65,12 @@ def make_plan(config: JobConfig) -> Plan:
     num_microbatches = schedule = stage_layers = None
     if isinstance(config, RunConfig):
         schedule, stage_layers = parallel.schedule, _stage_layers(config)
-        group = config.train.micro_batch_size * dp
-        num_microbatches, left_over = divmod(config.train.global_batch_size, group)
-        if left_over:
-            problems.append(
-                Problem(
-                    "train.global_batch_size",
-                    config.train.global_batch_size,
-                    f"must be a multiple of train.micro_batch_size={config.train.micro_batch_size}"
-                    f" * dp={dp} (derived from slurm.nodes={slurm.nodes}) = {group}",
-                    f"set train.global_batch_size={(num_microbatches + 1) * group}",
-                )
-            )
+        derived = f"dp={dp} (derived from slurm.nodes={slurm.nodes})"
+        problem = batch_problem(config.train, dp, degree=derived)
+        if problem is None:
+            num_microbatches = count_microbatches(config.train, dp)
+        else:
+            problems.append(problem)
     if problems:
         raise ConfigError(problems)
     there_are = None if config.cluster.device == "cpu" else config.cluster.gpus_per_node

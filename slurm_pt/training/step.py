@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurm_pt.errors import ConfigError, DivergedError, Problem
+from slurm_pt.config.batch_rules import num_microbatches
+from slurm_pt.errors import DivergedError
 from slurm_pt.parallel.data import (
     GradientBuckets,
     clip_factor,
@@ -35,25 +36,6 @@ if TYPE_CHECKING:
 
     from slurm_pt.config.schema import TrainConfig
     from slurm_pt.training.data import TokenDataset
-
-
-def num_microbatches(config: TrainConfig, dp: int) -> int:
-    """Forward passes of one rank in one step."""
-    count, left_over = divmod(config.global_batch_size, config.micro_batch_size * dp)
-    if left_over or count == 0:
-        multiple = config.micro_batch_size * dp
-        raise ConfigError(
-            [
-                Problem(
-                    key="train.global_batch_size",
-                    value=config.global_batch_size,
-                    rule=f"not a multiple of train.micro_batch_size={config.micro_batch_size} "
-                    f"* parallel.dp={dp}",
-                    fix=f"set it to a multiple of {multiple}",
-                )
-            ]
-        )
-    return count
 
 
 @dataclass(frozen=True)

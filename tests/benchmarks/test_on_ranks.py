@@ -2,8 +2,9 @@ import pytest
 
 from benchmarks.comparison import disagreement
 from benchmarks.parallel import TOLERANCE
-from benchmarks.ranks import TrialError, run_trial
+from benchmarks.ranks import run_trial
 from benchmarks.trial import MODELS, Layout, Trial
+from tests.ranks import RankFailedError
 
 pytestmark = pytest.mark.ranks
 
@@ -22,5 +23,5 @@ def test_ours_and_ddp_train_the_same_model_and_are_timed():
 
 
 def test_a_rank_that_raises_is_told_with_its_traceback():
-    with pytest.raises(TrialError, match="ConfigError"):  # 8 sequences, micro-batches of 5
+    with pytest.raises(RankFailedError, match="ConfigError"):  # 8 sequences, micro-batches of 5
         run_trial(tiny("ours", Layout(dp=2), micro_batch_size=5))

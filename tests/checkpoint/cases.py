@@ -18,7 +18,7 @@ import torch.distributed.tensor
 from slurm_pt.checkpoint import store
 from slurm_pt.checkpoint.peers import LostRankError
 from slurm_pt.checkpoint.random_state import capture_random_state, restore_random_state
-from slurm_pt.checkpoint.tensor_files import read_index
+from slurm_pt.checkpoint.tensor_index import read_index
 from slurm_pt.devcluster import wait_until
 from slurm_pt.errors import CheckpointError, RunFolderError
 from tests.checkpoint.toy import (

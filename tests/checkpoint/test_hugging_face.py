@@ -15,7 +15,8 @@ from torch import nn
 
 from slurm_pt.checkpoint import hugging_face, store
 from slurm_pt.checkpoint.hugging_face import convert_from, convert_to
-from slurm_pt.checkpoint.tensor_files import read_index, read_whole
+from slurm_pt.checkpoint.tensor_bytes import BoxReader
+from slurm_pt.checkpoint.tensor_index import read_index
 from slurm_pt.config.choices import Positions
 from slurm_pt.config.schema import ModelConfig
 from slurm_pt.errors import CheckpointError, ConfigError
@@ -66,7 +67,7 @@ def test_gpt2_as_it_is_published_without_its_head_is_read_too(tmp_path):
     model.transformer.save_pretrained(tmp_path / "theirs")  # names without "transformer."
     convert_from(tmp_path / "theirs", tmp_path / "ours")
     step = tmp_path / "ours" / "step_00000000"
-    tokens = read_whole(step, read_index(step)["model/embedding.tokens.weight"])
+    tokens = BoxReader(step).read(read_index(step)["model/embedding.tokens.weight"])
     assert torch.equal(tokens, model.transformer.wte.weight)
 
 
@@ -76,7 +77,7 @@ def test_added_rows_of_the_vocabulary_are_zero(tmp_path):
         build_theirs("gpt2 untied", torch.float32).save_pretrained(tmp_path / "theirs")
     convert_from(tmp_path / "theirs", tmp_path / "ours", vocab_multiple=64)
     step = tmp_path / "ours" / "step_00000000"
-    head = read_whole(step, read_index(step)["model/head.weight"])
+    head = BoxReader(step).read(read_index(step)["model/head.weight"])
     assert head.shape == (64, 32)
     assert head[40:].count_nonzero() == 0
 

@@ -15,6 +15,7 @@ from slurm_pt.parallel.shard import WHOLE, Shard
 from slurm_pt.plan.layout import ParallelLayout, split_layers
 
 NUM_LAYERS = 4
+GROUPS_TIMEOUT_S = 60.0
 
 
 def whole_tensors(step: int = 0) -> dict[str, tuple[Tensor, int | None]]:
@@ -78,10 +79,11 @@ def zeros_like(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.zeros_like(tensor) for name, tensor in tensors.items()}
 
 
-def groups_of(tp: int, pp: int, dp: int, timeout_s: float = 60.0) -> ProcessGroups:
+def groups_of(tp: int, pp: int, dp: int) -> ProcessGroups:
     layout = ParallelLayout(tp=tp, pp=pp, dp=dp)
     rank = torch.distributed.get_rank()
-    return create_groups(layout, rank=rank, device=torch.device("cpu"), timeout_s=timeout_s)
+    cpu = torch.device("cpu")
+    return create_groups(layout, rank=rank, device=cpu, timeout_s=GROUPS_TIMEOUT_S)
 
 
 class Events:

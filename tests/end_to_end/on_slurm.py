@@ -53,11 +53,15 @@ class Answer:
 
 
 class User:
-    """Somebody with a shell on the login node of a development cluster (or without any Slurm)."""
+    """Somebody with a shell on the login node of a development cluster (or without any Slurm).
 
-    def __init__(self, folder: Path, cluster: DevCluster | None):
+    With `corpora` the runs find the default corpus where another user's runs have made it.
+    """
+
+    def __init__(self, folder: Path, cluster: DevCluster | None, *, corpora: Path | None = None):
         self.folder = folder
         self.cluster = cluster
+        self.corpora = corpora
         base = {k: v for k, v in os.environ.items() if not k.startswith(("SLURM", "SBATCH"))}
         base |= {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder)}
         base["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{base['PATH']}"
@@ -65,6 +69,15 @@ class User:
         if cluster is None:
             self.environ.pop("SLURM_CONF", None)
         self.root = folder / "runs"
+        if corpora is not None:
+            self.root.mkdir(parents=True)
+            (self.root / "data").symlink_to(corpora)
+
+    def without_slurm(self) -> User:
+        """Somebody who gives the same commands where there is no Slurm, for the same results."""
+        folder = self.folder / "undisturbed"
+        folder.mkdir()
+        return User(folder, None, corpora=self.corpora)
 
     # ----------------------------------------------------------------------------- commands
 

@@ -25,14 +25,13 @@ SPLIT = ("parallel.tp=2", "parallel.pp=2", "slurm.nodes=2", "slurm.qos=low")
 
 
 @pytest.fixture
-def user(tmp_path: Path, devcluster: DevCluster) -> User:
-    return User(tmp_path, devcluster)
+def user(tmp_path: Path, devcluster: DevCluster, corpora: Path) -> User:
+    return User(tmp_path, devcluster, corpora=corpora)
 
 
 def undisturbed(user: User, *overrides: str, up_to: int | None = None) -> RunDir:
     """The same run on local processes, never stopped before its end, or before step `up_to`."""
-    alone = User(user.folder / "undisturbed", None)
-    alone.folder.mkdir()
+    alone = user.without_slurm()
     (run,) = alone.submits(*SMALL, *overrides)
     if up_to is None:
         alone.waits_for_end(run)

@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.slurm, pytest.mark.ranks]
 
 
 @pytest.fixture
-def user(tmp_path: Path, devcluster: DevCluster) -> User:
-    return User(tmp_path, devcluster)
+def user(tmp_path: Path, devcluster: DevCluster, corpora: Path) -> User:
+    return User(tmp_path, devcluster, corpora=corpora)
 
 
 def squeue_states(user: User) -> dict[str, str]:
@@ -147,8 +147,7 @@ def test_your_own_loop_under_ddp_is_preempted_and_resumed(user: User) -> None:
     user.waits_for_step(run, 20)
     user.takes_nodes(nodes=4)
     user.waits_for_end(run)
-    alone = User(user.folder / "undisturbed", None)
-    alone.folder.mkdir()
+    alone = user.without_slurm()
     (reference,) = alone.submits(*options, *fast, program=program)
     alone.waits_for_end(reference)
     events = [event["event"] for event in run.read_events()]

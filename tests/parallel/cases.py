@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,10 +55,18 @@ def memberships(layouts: list[tuple[int, int, int]]) -> list[dict[str, Any]]:
             for name, group in vars(groups).items()
             if group is None or isinstance(group, dist.ProcessGroup)
         }
+        row["timeouts"] = {name: timeout_of(getattr(groups, name)) for name in ("tp", "pp", "dp")}
+        row["background timeout"] = timeout_of(groups.background)
+        row["background is its own"] = groups.background not in (groups.world, groups.dp, groups.tp)
         row["agreed"] = [agree(groups, dist.get_rank() == rank) for rank in (0, 1, -1)]
         found.append(row)
         groups.close()
     return found
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta:
+    timeout: timedelta = group._get_backend(CPU).options._timeout
+    return timeout
 
 
 def layers_match(sequence: bool) -> dict[str, float]:

@@ -1,5 +1,7 @@
 """The parallel parts on gloo processes, compared with the same thing on one."""
 
+from datetime import timedelta
+
 import pytest
 
 from tests.ranks import RankFailedError, run_ranks
@@ -24,6 +26,11 @@ def test_groups_hold_the_ranks_of_the_layout_and_can_be_made_again_after_close()
     assert results[7][1]["embedding"] == [1, 7]
     for rank in everyone:
         assert [row["agreed"] for row in results[rank]] == [[True, True, False]] * 2
+        assert all(row["background is its own"] for row in results[rank])
+        minute = timedelta(minutes=1)  # as was asked for
+        assert all(set(row["timeouts"].values()) == {minute} for row in results[rank])
+        # But in the background ranks wait for one that reads and hashes.
+        assert all(row["background timeout"] >= timedelta(hours=1) for row in results[rank])
 
 
 @pytest.mark.parametrize("sequence", [False, True])

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from slurm_pt.config.batch_rules import num_microbatches
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset
 from slurm_pt.training.feed import Feed
 from slurm_pt.training.loop import StepRecord, train_loop
 from slurm_pt.training.optimizer import NamedAdamW
-from slurm_pt.training.step import num_microbatches
 from tests.training.cases import MODEL, TRAIN, build, dataset_of, groups_of, ignore, never, state_of
 
 if TYPE_CHECKING:

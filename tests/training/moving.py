@@ -11,6 +11,7 @@ from slurm_pt.training.optimizer import NamedAdamW
 from slurm_pt.training.rank_model import RankModel, stored_tensors
 from tests.checkpoint.toy import checkpointer
 from tests.training.cases import (
+    LLAMA,
     MODEL,
     ONE_F_ONE_B,
     PIPELINES,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from slurm_pt.checkpoint.checkpointer import Checkpointer
-    from slurm_pt.config.schema import ParallelConfig
+    from slurm_pt.config.schema import ModelConfig, ParallelConfig
     from slurm_pt.parallel.groups import ProcessGroups
     from slurm_pt.training.loop import StepRecord
 
@@ -40,6 +41,10 @@ ANYWHERE: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
     "tp2 pp4, zero bubble": ((2, 4, 1), PIPELINES["zero_bubble"]),
 }
 """Saved at the first, loaded at all."""
+MODELS = {"gpt2": MODEL, "llama": LLAMA}
+"""With tied embeddings; and with fewer key and value heads than the most tensor ranks."""
+Curve = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
 
 ZERO = replace(ONE_F_ONE_B, zero=1)
 SHARDED: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
@@ -63,33 +68,42 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
 }
 
 
-def losses_after_moving(folder: Path, tokens: Path) -> dict[str, dict[str, list[float]]]:
-    """For each layout, its losses without a stop, and after a resume from each layout's save."""
-    found: dict[str, dict[str, list[float]]] = {name: {} for name in LAYOUTS}
+def curves_after_moving(folder: Path, tokens: Path) -> dict[str, dict[str, Curve]]:
+    """For each layout, its curve without a stop, and after a resume from each layout's save."""
+    found: dict[str, dict[str, Curve]] = {name: {} for name in LAYOUTS}
     for name in LAYOUTS:
-        found[name]["whole"] = _losses(tokens, name, save_to=folder / name)
+        found[name]["whole"] = _curve(tokens, name, save_to=folder / name)
     for name in LAYOUTS:
         for saved in LAYOUTS:
-            found[name][saved] = _losses(tokens, name, load_from=folder / saved)
+            found[name][saved] = _curve(tokens, name, load_from=folder / saved)
     return found
 
 
-def save_at(folder: Path, tokens: Path, name: str) -> list[float]:
-    """The losses of an undisturbed run, which is saved on its way."""
-    return _losses(tokens, name, save_to=folder)
+def save_at(folder: Path, tokens: Path, name: str) -> dict[str, Curve]:
+    """For each model the curve of an undisturbed run, which is saved on its way."""
+    return {
+        kind: _curve(tokens, name, model_config=model, save_to=folder / kind)
+        for kind, model in MODELS.items()
+    }
 
 
-def go_on_at(folder: Path, tokens: Path, names: list[str]) -> dict[str, list[float]]:
-    """The losses of the rest of that run, in each of these layouts."""
-    return {name: _losses(tokens, name, load_from=folder) for name in names}
+def go_on_at(folder: Path, tokens: Path, names: list[str]) -> dict[str, dict[str, Curve]]:
+    """For each model the rest of that run, in each of these layouts."""
+    return {
+        kind: {
+            name: _curve(tokens, name, model_config=model, load_from=folder / kind)
+            for name in names
+        }
+        for kind, model in MODELS.items()
+    }
 
 
 def kept(folder: Path, tokens: Path, names: list[str]) -> dict[str, bool]:
     """Whether a run that is saved, and loaded where it was saved, goes on bit for bit."""
     found = {}
     for name in names:
-        losses = _losses(tokens, name, save_to=folder / name)
-        found[name] = losses[SAVED_AT:] == _losses(tokens, name, load_from=folder / name)
+        curve = _curve(tokens, name, save_to=folder / name)
+        found[name] = curve[SAVED_AT:] == _curve(tokens, name, load_from=folder / name)
     return found
 
 
@@ -106,12 +120,17 @@ def pass_on(source: Path, folder: Path, names: list[str]) -> None:
         source = folder / name
 
 
-def _losses(
-    tokens: Path, name: str, *, save_to: Path | None = None, load_from: Path | None = None
-) -> list[float]:
+def _curve(
+    tokens: Path,
+    name: str,
+    *,
+    model_config: ModelConfig = MODEL,
+    save_to: Path | None = None,
+    load_from: Path | None = None,
+) -> Curve:
     degrees, parallel = {**LAYOUTS, **ANYWHERE, **SHARDED}[name]
-    groups = groups_of(ParallelLayout(*degrees))
-    model = build(MODEL, CONFIG, groups, parallel)
+    groups = groups_of(ParallelLayout(*degrees), model_config)
+    model = build(model_config, CONFIG, groups, parallel)
     optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG, owned=model.owned)
     step = 0
     if load_from is not None:
@@ -120,7 +139,7 @@ def _losses(
     train_loop(
         model=model,
         optimizer=optimizer,
-        dataset=dataset_of(tokens, MODEL, CONFIG),
+        dataset=dataset_of(tokens, model_config, CONFIG),
         config=CONFIG,
         groups=groups,
         start_step=step,
@@ -131,7 +150,7 @@ def _losses(
         phase=ignore,
     )
     groups.close()
-    return [record.loss for record in records]
+    return [(record.loss, record.grad_norm) for record in records]
 
 
 def _save(
