@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
+from slurm_pt.config.slow_link_rules import slow_link_rules
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
 from slurm_pt.config.stage_rules import stage_rules
 from slurm_pt.errors import ConfigError, Problem, nearest
@@ -191,6 +192,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from _positive_rules(config)
         yield from model_rules(config)
         yield from stage_rules(config)
+        yield from slow_link_rules(config)
         yield from _batch_rules(config)
         yield from _data_rules(config)
 

@@ -12,12 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_pt.parallel.groups import ProcessGroups, all_reduce, start_all_reduce
+from slurm_pt.config.choices import GradientCompression
+from slurm_pt.parallel.groups import ProcessGroups, all_reduce
+from slurm_pt.parallel.powersgd import PowerSGD
+from slurm_pt.parallel.reduction import AllReduce, Reduction
 from slurm_pt.parallel.shard import Shard
 from slurm_pt.parallel.weight_gradients import watch_gradient
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from slurm_pt.config.schema import ParallelConfig
 
 BUCKET_BYTES = 25 * 2**20
 """Large enough to be bound by bandwidth, not latency; small enough that most of them are on their
@@ -39,32 +44,24 @@ class GradientBuckets:
         parameters: Iterable[nn.Parameter],
         *,
         group: dist.ProcessGroup,
+        reduction: Reduction | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ):
-        self.group = group
+        self.reduction = reduction or AllReduce(group)
         self.buffers: list[Tensor] = []
-        bucket: list[nn.Parameter] = []
-        size_bytes = 0
-        # Backward reaches the last parameters first, so they share the first bucket.
-        for parameter in reversed(list(parameters)):
-            if bucket and (
-                size_bytes + parameter.nbytes > bucket_bytes or parameter.dtype != bucket[0].dtype
-            ):
-                self._add(bucket)
-                bucket, size_bytes = [], 0
-            bucket.append(parameter)
-            size_bytes += parameter.nbytes
-        if bucket:
-            self._add(bucket)
+        for members in split_into_buckets(parameters, bucket_bytes):
+            self._add(members, watched=group.size() > 1)
+        self._step, self._alone = 0, False
         self._added = [0] * len(self.buffers)
         """How many gradients were added in this step, by bucket."""
         self._expected: list[int] | None = None
-        self._works: dict[int, dist.Work | None] = {}
+        self._started: set[int] = set()
 
-    def start_step(self) -> None:
-        """Zero all gradients."""
+    def start_step(self, step: int = 0, *, alone: bool = False) -> None:
+        """Zero all gradients. `step` steps are done; `alone`: this one's gradients stay here."""
         for buffer in self.buffers:
             buffer.zero_()
+        self._step, self._alone = step, alone
         self._added = [0] * len(self.buffers)
 
     def scale(self, factor: float) -> None:
@@ -72,21 +69,24 @@ class GradientBuckets:
             buffer.mul_(factor)
 
     def finish_sum(self) -> None:
-        """Return when each gradient is its sum over the group. A collective over it."""
+        """Return when each gradient is its sum over the group. A collective over it.
+
+        At once in a step `alone`.
+        """
         if self._expected is None:
             self._expected = list(self._added)
+        if self._alone:
+            return
         for index in range(len(self.buffers)):
-            if index not in self._works:
-                self._works[index] = start_all_reduce(self.buffers[index], self.group)
-        for work in self._works.values():
-            if work is not None:
-                work.wait()
-        self._works.clear()
+            if index not in self._started:
+                self._start(index)
+        self.reduction.finish()
+        self._started.clear()
 
-    def _add(self, members: list[nn.Parameter]) -> None:
+    def _add(self, members: list[nn.Parameter], *, watched: bool) -> None:
         index = len(self.buffers)
         self.buffers.append(_flat_gradients(members))
-        if self.group.size() == 1:
+        if not watched:
             return
         for parameter in members:
             # Autograd says so itself; layers that add to the gradient themselves call the other.
@@ -98,8 +98,48 @@ class GradientBuckets:
     def _note(self, index: int) -> None:
         """A gradient of this bucket was added to."""
         self._added[index] += 1
-        if self._expected is not None and self._added[index] == self._expected[index]:
-            self._works[index] = start_all_reduce(self.buffers[index], self.group)
+        if self._alone or self._expected is None:
+            return
+        if self._added[index] == self._expected[index]:
+            self._start(index)
+
+    def _start(self, index: int) -> None:
+        self._started.add(index)
+        self.reduction.start(self._step, index, self.buffers[index])
+
+
+def split_into_buckets(
+    parameters: Iterable[nn.Parameter], bucket_bytes: int = BUCKET_BYTES
+) -> list[list[nn.Parameter]]:
+    """The parameters of each buffer: of one number format, and together of about this size."""
+    buckets: list[list[nn.Parameter]] = []
+    size_bytes = 0
+    # Backward reaches the last parameters first, so they share the first bucket.
+    for parameter in reversed(list(parameters)):
+        fits = buckets and size_bytes + parameter.nbytes <= bucket_bytes
+        if fits and parameter.dtype == buckets[-1][0].dtype:
+            buckets[-1].append(parameter)
+            size_bytes += parameter.nbytes
+        else:
+            buckets.append([parameter])
+            size_bytes = parameter.nbytes
+    return buckets
+
+
+def make_reduction(
+    config: ParallelConfig, parameters: Iterable[nn.Parameter], *, group: dist.ProcessGroup
+) -> Reduction:
+    """How the gradients of these parameters are summed over the group, as configured."""
+    kind = config.gradient_compression
+    if kind is GradientCompression.powersgd:
+        return PowerSGD(
+            split_into_buckets(parameters),
+            group=group,
+            rank=config.powersgd_rank,
+            start_step=config.powersgd_start_step,
+        )
+    formats = {GradientCompression.fp16: torch.float16, GradientCompression.bf16: torch.bfloat16}
+    return AllReduce(group, formats.get(kind))
 
 
 def sum_tied_gradient(parameter: nn.Parameter | None, groups: ProcessGroups) -> None:
