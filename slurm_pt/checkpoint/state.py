@@ -4,6 +4,9 @@ Stored names and shapes are those of the whole tensor, the same in every layout:
 a checkpoint of any (tp, pp, dp) be loaded into any other. A part of a tensor is a contiguous
 block along its shard dim. A fused weight (q, k and v in one) is no such block once it is split, so
 its parts go in under names of their own, as views.
+
+What the replicas of the model differ in (weights between two synchronisations, the errors of
+compressed gradients) is stored for each rank, whole, under names with its number.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from slurm_pt.plan.layout import ParallelLayout, Place
 
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.tensor_files import StoredTensor
+
+OWN = "own/"
+"""What the stored names of all tensors begin with that belong to one rank alone."""
 
 
 def save_tree(
@@ -71,6 +77,15 @@ def names_to_save(
         if (place.tp_rank, place.dp_rank) in writers:
             mine.append(name)
     return mine
+
+
+def own_name(rank: int, name: str) -> str:
+    """The stored name of a tensor that belongs to one rank alone, or what all of them begin with.
+
+    >>> own_name(3, "model/head.weight")
+    'own/00003/model/head.weight'
+    """
+    return f"{OWN}{rank:05d}/{name}"
 
 
 def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:

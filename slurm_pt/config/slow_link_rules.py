@@ -31,7 +31,9 @@ def _compression_rules(config: RunConfig) -> Iterator[Problem]:
             fix = f"set parallel.powersgd_start_step={train.steps // 10}, or {key}=none"
             yield Problem("parallel.powersgd_start_step", start, rule, fix)
         if train.dtype is DType.float16:
-            rule = "the errors it remembers are lost when train.dtype=float16 changes its loss scale"
+            rule = (
+                "the errors it remembers are lost when train.dtype=float16 changes its loss scale"
+            )
             yield Problem(key, kind.value, rule, f"set train.dtype=bfloat16, or {key}=none")
     if kind is not GradientCompression.none and train.local_steps > 1:
         rule = f"with train.local_steps={train.local_steps} replicas send weights, not gradients"
@@ -48,7 +50,9 @@ def _local_rules(config: RunConfig) -> Iterator[Problem]:
             rule = f"must be at least {least}"
             yield Problem(key, value, rule, f"set {key}={least} or more")
     if not train.outer_lr > 0:
-        yield Problem("train.outer_lr", train.outer_lr, "must be positive", "set train.outer_lr=0.7")
+        yield Problem(
+            "train.outer_lr", train.outer_lr, "must be positive", "set train.outer_lr=0.7"
+        )
     if not 0 <= train.outer_momentum < 1:
         fix = "set train.outer_momentum=0.9, or leave it out"
         yield Problem("train.outer_momentum", train.outer_momentum, "must be in [0, 1)", fix)

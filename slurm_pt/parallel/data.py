@@ -166,12 +166,12 @@ def sum_gradients(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None
 
 
 def counts_here(shard: Shard, groups: ProcessGroups) -> bool:
-    """Whether this rank counts a part, so that over all ranks each number counts once.
+    """Whether this rank counts a part, so that over all ranks of a replica it counts once.
 
-    Of dp replicas the first counts; of tensor ranks that hold the same part, the first of them.
+    Of tensor ranks that hold the same part, the first counts it.
     """
     sharing = groups.layout.tp // shard.parts
-    return groups.place.dp_rank == 0 and groups.place.tp_rank % sharing == 0
+    return groups.place.tp_rank % sharing == 0
 
 
 def squared_norm(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:

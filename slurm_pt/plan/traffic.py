@@ -137,9 +137,7 @@ def powersgd_bytes(
     return all_reduce_bytes(step.gradient_bytes * numbers, dp)
 
 
-def local_update_bytes(
-    stage: StageShape, step: StepShape, *, dp: int, local_steps: int
-) -> float:
+def local_update_bytes(stage: StageShape, step: StepShape, *, dp: int, local_steps: int) -> float:
     """Over the replicas: all weights of the rank, once in so many steps; the mean of a step."""
     return all_reduce_bytes(step.gradient_bytes * stage.parameters, dp) / local_steps
 

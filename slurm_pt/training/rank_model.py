@@ -17,7 +17,7 @@ from slurm_pt.plan.layout import split_layers
 from slurm_pt.training.model import GPTStage, Piece, StageSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -116,6 +116,13 @@ def stored_tensors(
     held = {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}}
     for kind, moments in optimizer.state().items():
         held[f"optimizer/{kind}"] = moments
+    return stored_pieces(model, held)
+
+
+def stored_pieces(
+    model: RankModel, held: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    """What is held of each kind for every parameter, as `stored_tensors` gives it."""
     tensors: dict[str, Tensor] = {}
     shards: dict[str, Shard] = {}
     for piece in model.pieces():
