@@ -167,8 +167,6 @@ class _Trainer:
         )
 
     def save(self, run: Run, step: int) -> None:
-        if self.local is not None and not self.local.is_local(step):
-            self.local.agree()
         tensors, shards, own = self.state()
         common = {
             "global_batch_size": self.config.train.global_batch_size,

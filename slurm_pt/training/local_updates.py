@@ -44,7 +44,7 @@ class LocalUpdates:
     ):
         self._parameters, self._config, self._group = dict(parameters), config, group
         self.agreed = {name: p.detach().clone() for name, p in self._parameters.items()}
-        """The weights of the last synchronisation; before the first local update, see `agree`."""
+        """The weights that all replicas had last."""
         nesterov = config.outer is Outer.nesterov
         self.momentum = (
             {name: torch.zeros_like(weight) for name, weight in self.agreed.items()}
@@ -90,8 +90,7 @@ class LocalUpdates:
         """
         completed = step + 1
         if not self.is_local(step):
-            if self.is_local(completed):  # the ordinary steps end here
-                self.agree()
+            self.agree()  # an ordinary step leaves all replicas with the same weights
         elif completed % self._config.local_steps == 0 or completed == self._config.steps:
             self._synchronise()
 
