@@ -31,7 +31,7 @@ def test_every_layout_gives_the_curve_of_the_algorithm(plain, four_ranks, layout
     expected_losses, expected_norms = plain[layout[2]][way]
     assert losses == pytest.approx(expected_losses, rel=1e-9)
     assert norms == pytest.approx(expected_norms, rel=1e-9)
-    assert losses[-1] < 0.8 * losses[0]
+    assert losses[-1] < 0.9 * losses[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
