@@ -104,7 +104,7 @@ class _Trainer:
         self._check_own(run, resumed)
         self.optimizer.set_step(resumed.common.get("updates", resumed.step))
         self.loss_scale.load(resumed.common.get("loss_scale"))
-        run.note_resumed(resumed.step, resumed.skipped, replicas=resumed.own.value)
+        run.note_resumed(resumed.step, resumed.skipped, own=resumed.own.value)
         return resumed.step
 
     def _check_own(self, run: Run, resumed: Resumed) -> None:
