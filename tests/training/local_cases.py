@@ -40,6 +40,7 @@ LOCAL = {
 POWERSGD = ParallelConfig(
     gradient_compression=GradientCompression.powersgd, powersgd_rank=2, powersgd_start_step=2
 )
+LAYOUTS = [(1, 1, 4), (2, 1, 2), (1, 2, 2)]
 Curve = tuple[list[float], list[float]]
 
 
@@ -200,6 +201,24 @@ def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
             target.copy_(source)
 
 
+def on_four(tokens: Path, folder: Path) -> dict[str, Any]:
+    """All that four ranks do, in one launch."""
+    return {
+        "curves": curves(tokens, LAYOUTS),
+        "resumed": resumes(tokens, folder / "resumed", (2, 1, 2), 10),
+        "saved": saves_and_moves(tokens, folder / "moved"),
+    }
+
+
+def on_two(tokens: Path, folder: Path) -> dict[str, Any]:
+    """All that two ranks do; `folder` is that of `on_four`."""
+    return {
+        "resumed": resumes(tokens, folder / "resumed by two", (1, 1, 2), 7),
+        "loaded": loaded_by_two(folder / "moved"),
+        "uncompressed": uncompressed(tokens),
+    }
+
+
 RESUMED = {
     "post-local SGD": (LOCAL["post-local SGD"], ParallelConfig()),
     "DiLoCo": (LOCAL["DiLoCo"], ParallelConfig()),
@@ -234,35 +253,29 @@ def resumes(
     return found
 
 
-def moves(tokens: Path, folder: Path) -> dict[str, Any]:
-    """What three ranks have that load what four replicas saved between two synchronisations."""
+def saves_and_moves(tokens: Path, folder: Path) -> dict[str, Any]:
+    """The mean of what four replicas save between two synchronisations of their own.
+
+    And what two ranks of a split model make of it.
+    """
     four = groups_of(ParallelLayout(1, 1, 4))
     config, parallel = RESUMED["DiLoCo"]
-    saved = make_replica(four, config, parallel)
-    saved.train(tokens, save_at=7, save=lambda step: _save(saved, folder, step))
-    expected = _means_at_7(tokens, four)
-    two = groups_of(ParallelLayout(2, 1, 2))
-    split = make_replica(two, config, parallel)
-    dropped = _resume(split, folder)
-    two.close()
-    four.close()
-    return {"expected": expected, "other split": dropped}
-
-
-def _means_at_7(tokens: Path, groups: ProcessGroups) -> dict[str, Tensor]:
-    """The mean over the replicas of what each has of its own after seven steps."""
-    config, parallel = RESUMED["DiLoCo"]
-    replica = make_replica(groups, config, parallel)
+    replica = make_replica(four, config, parallel)
     means: dict[str, Tensor] = {}
 
-    def keep(_: int) -> None:
+    def save(step: int) -> None:
+        _save(replica, folder, step)
         for name, tensor in replica.state().own.items():
-            mean = tensor.clone()
-            torch.distributed.all_reduce(mean, group=groups.dp)
-            means[name] = mean / groups.layout.dp
+            total = tensor.clone()
+            torch.distributed.all_reduce(total, group=four.dp)
+            means[name] = total / four.layout.dp
 
-    replica.train(tokens, save_at=7, save=keep)
-    return means
+    replica.train(tokens, save_at=7, save=save)
+    two = groups_of(ParallelLayout(2, 1, 2))
+    split = _resume(make_replica(two, config, parallel), folder)
+    two.close()
+    four.close()
+    return {"means": means, "split": split}
 
 
 def loaded_by_two(folder: Path) -> tuple[tuple[int, str], dict[str, Tensor], list[bool]]:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.ranks import run_ranks
+from tests.training.local_cases import LAYOUTS
 
 pytestmark = pytest.mark.ranks
 
 CASES = "tests.training.local_cases"
-LAYOUTS = [(1, 1, 4), (2, 1, 2), (1, 2, 2)]
 WAYS = ["post-local SGD", "DiLoCo"]
 
 
@@ -19,16 +19,26 @@ def plain(tokens):
 
 
 @pytest.fixture(scope="module")
-def four_ranks(tokens):
-    return run_ranks(4, f"{CASES}:curves", tokens, LAYOUTS)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def four_ranks(tokens, folder):
+    return run_ranks(4, f"{CASES}:on_four", tokens, folder)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(four_ranks, tokens, folder):
+    return run_ranks(2, f"{CASES}:on_two", tokens, folder)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "tp{} pp{} dp{}".format(*layout))
 @pytest.mark.parametrize("way", WAYS)
 def test_every_layout_gives_the_curve_of_the_algorithm(plain, four_ranks, layout, way):
-    losses, norms = four_ranks[0][layout][way][0]
-    assert all(rank[layout][way][0] == (losses, norms) for rank in four_ranks)
-    expected_losses, expected_norms = plain[layout[2]][way]
+    found = [rank["curves"][layout][way][0] for rank in four_ranks]
+    assert all(curve == found[0] for curve in found)
+    (losses, norms), (expected_losses, expected_norms) = found[0], plain[layout[2]][way]
     assert losses == pytest.approx(expected_losses, rel=1e-9)
     assert norms == pytest.approx(expected_norms, rel=1e-9)
     assert losses[-1] < 0.9 * losses[0]
@@ -36,10 +46,9 @@ def test_every_layout_gives_the_curve_of_the_algorithm(plain, four_ranks, layout
 
 @pytest.mark.parametrize("way", WAYS)
 def test_replicas_have_the_same_weights_at_the_end(four_ranks, way):
-    assert len({rank[1, 1, 4][way][1] for rank in four_ranks}) == 1
+    weights = [{rank["curves"][layout][way][1] for rank in four_ranks} for layout in LAYOUTS]
     # With tp2 or pp2 the ranks of a replica hold different parts, those of two replicas the same.
-    for layout in ((2, 1, 2), (1, 2, 2)):
-        assert len({rank[layout][way][1] for rank in four_ranks}) == 2
+    assert [len(parts) for parts in weights] == [1, 2, 2]
 
 
 def test_the_two_ways_and_numbers_of_replicas_differ(plain):
@@ -47,32 +56,29 @@ def test_the_two_ways_and_numbers_of_replicas_differ(plain):
     assert len(set(ends)) == 4
 
 
-@pytest.mark.parametrize(
-    ("layout", "save_at"),
-    [pytest.param((1, 1, 2), 7, id="dp2"), pytest.param((2, 2, 2), 10, id="tp2 pp2 dp2")],
-)
-def test_a_resumed_run_equals_the_whole_one_bit_for_bit(tokens, tmp_path, layout, save_at):
-    world_size = layout[0] * layout[1] * layout[2]
-    for rank in run_ranks(world_size, f"{CASES}:resumes", tokens, tmp_path, layout, save_at):
-        for way, found in rank.items():
+def test_a_resumed_run_equals_the_whole_one_bit_for_bit(four_ranks, two_ranks):
+    for rank in (*four_ranks, *two_ranks):
+        assert set(rank["resumed"]) == {*WAYS, "PowerSGD"}
+        for way, found in rank["resumed"].items():
             assert found == dict.fromkeys(found, True), way
 
 
-def test_another_number_of_replicas_begins_with_the_mean(tokens, tmp_path):
-    four = run_ranks(4, f"{CASES}:moves", tokens, tmp_path)
-    assert all(rank["other split"] == (7, "dropped") for rank in four)
-    expected = four[0]["expected"]
-    for resumed, own, (agreed_is_own, has_momentum) in run_ranks(
-        2, f"{CASES}:loaded_by_two", tmp_path
-    ):
+def test_another_number_of_replicas_begins_with_the_mean(four_ranks, two_ranks):
+    means = four_ranks[0]["saved"]["means"]
+    for rank in two_ranks:
+        resumed, own, (agreed_is_own, has_momentum) = rank["loaded"]
         assert resumed == (7, "mean")
-        assert own.keys() == expected.keys()
+        assert own.keys() == means.keys()
         for name, tensor in own.items():
-            assert torch.allclose(tensor, expected[name], rtol=1e-12, atol=1e-15), name
+            assert torch.allclose(tensor, means[name], rtol=1e-12, atol=1e-15), name
         assert not agreed_is_own  # two updates after the last synchronisation
         assert has_momentum
 
 
-def test_what_is_not_compressed_is_as_ever(tokens):
-    for found in run_ranks(2, f"{CASES}:uncompressed", tokens):
-        assert found == dict.fromkeys(found, True)
+def test_what_ranks_have_of_their_own_does_not_fit_another_split(four_ranks):
+    assert all(rank["saved"]["split"] == (7, "dropped") for rank in four_ranks)
+
+
+def test_what_is_not_compressed_is_as_ever(two_ranks):
+    for rank in two_ranks:
+        assert rank["uncompressed"] == dict.fromkeys(rank["uncompressed"], True)
