@@ -3,8 +3,8 @@
     python -m benchmarks.slow_links                     all ways of four replicas, three seeds
     python -m benchmarks.slow_links --seeds 1 --json F  one seed more, added to the file F
 
-The model is hydra_configs/model/tiny.yaml, the tokens are those of the demo (the source of the
-standard library, as bytes); every way sees the same samples in the same order and ends with one
+The model is half of hydra_configs/model/tiny.yaml, the tokens are those of the demo (the source of
+the standard library, as bytes); every way sees the same samples in the same order and ends with one
 evaluation on held-out tokens. Bytes are counted at the calls to the process groups and must equal
 the formulas of slurm_pt/plan/traffic.py.
 """
@@ -39,17 +39,17 @@ from tests.training.traffic_cases import counting
 
 DP = 4
 PLAIN = ParallelConfig()
-MODEL = ModelConfig(num_layers=4, hidden_size=64, num_heads=4, vocab_size=256, max_seq_len=64)
+MODEL = ModelConfig(num_layers=2, hidden_size=64, num_heads=4, vocab_size=256, max_seq_len=64)
 TRAIN = TrainConfig(
-    steps=240,
-    global_batch_size=16,
-    micro_batch_size=4,
+    steps=200,
+    global_batch_size=8,
+    micro_batch_size=2,
     seq_len=64,
     lr=3e-3,
     min_lr=3e-4,
-    warmup_steps=24,
-    eval_interval=240,
-    eval_batches=16,
+    warmup_steps=20,
+    eval_interval=200,
+    eval_batches=32,
 )
 
 
@@ -65,7 +65,7 @@ def powersgd(rank: int) -> Way:
     """Compressed after a tenth of the steps."""
     kind = GradientCompression.powersgd
     return Way(
-        ParallelConfig(gradient_compression=kind, powersgd_rank=rank, powersgd_start_step=24)
+        ParallelConfig(gradient_compression=kind, powersgd_rank=rank, powersgd_start_step=20)
     )
 
 
