@@ -205,8 +205,12 @@ class Run:
         *,
         shards: dict[str, Shard],
         common: dict[str, Any],
+        own: dict[str, Any] | None = None,
     ) -> None:
-        """Saves named tensors, each whole or the part that its shard says. Collective."""
+        """Saves named tensors, each whole or the part that its shard says. Collective.
+
+        `own` are tensors that belong to this rank alone.
+        """
         from slurm_pt.checkpoint.random_state import capture_random_state
 
         self.step = step
@@ -217,6 +221,7 @@ class Run:
             shards=shards,
             rank_state={"random": capture_random_state()},
             common=common,
+            own=own,
             wait=self.notice is not None,
         )
         self._last_save = time.monotonic()
@@ -264,10 +269,10 @@ class Run:
         self.note_resumed(resumed.step, resumed.skipped)
         return resumed.step
 
-    def note_resumed(self, step: int, skipped: tuple[str, ...]) -> None:
+    def note_resumed(self, step: int, skipped: tuple[str, ...], **figures: Any) -> None:
         """Puts on record where this attempt goes on, and what was passed over."""
         self.step = step
-        self._record("resumed", step=step, skipped=list(skipped))
+        self._record("resumed", step=step, skipped=list(skipped), **figures)
 
     # ---------------------------------------------------------------------------------- ending
 

@@ -27,11 +27,14 @@ from slurm_pt.run_inputs import read_run_config
 from slurm_pt.starting import Clock, say, start_run
 
 if TYPE_CHECKING:
-    from slurm_pt.parallel.shard import Shard
+    from slurm_pt.checkpoint.resuming import Resumed
+    from slurm_pt.parallel.reduction import Reduction
+    from slurm_pt.training.local_updates import LocalUpdates
     from slurm_pt.training.loop import StepRecord
     from slurm_pt.training.loss_scale import LossScale
     from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
+    from slurm_pt.training.stored_state import StoredState
 
 
 NOTABLE_WAIT = 0.1
@@ -77,28 +80,52 @@ class _Trainer:
     optimizer: NamedAdamW
     dataset: Any
     loss_scale: LossScale
+    reduction: Reduction
+    local: LocalUpdates | None
     last_loss: float | None = None
 
-    def tensors(self) -> tuple[dict[str, Any], dict[str, Shard]]:
-        """Everything to be saved by its stored name, and which part of the whole it is."""
-        from slurm_pt.training.rank_model import stored_tensors
+    def state(self) -> StoredState:
+        """Everything to be saved."""
+        from slurm_pt.training.stored_state import stored_state
 
-        return stored_tensors(self.model, self.optimizer)
+        return stored_state(self.model, self.optimizer, reduction=self.reduction, local=self.local)
 
     def resume(self, run: Run) -> int:
         """The step to go on from; 0 for a run that has no checkpoint yet."""
-        tensors, shards = self.tensors()
-        resumed = run.checkpointer.resume(tensors, shards=shards)
+        tensors, shards, own = self.state()
+        resumed = run.checkpointer.resume(tensors, shards=shards, own=own)
         if resumed is None:
             if self.config.train.init_from is not None:
                 weights = {name: t for name, t in tensors.items() if name.startswith("model/")}
                 path = Path(self.config.train.init_from).expanduser()
                 run.checkpointer.load_weights(path, weights, shards=shards)
+                if self.local is not None:
+                    self.local.begin_from_agreed()
             return 0
+        self._check_own(run, resumed)
         self.optimizer.set_step(resumed.common.get("updates", resumed.step))
         self.loss_scale.load(resumed.common.get("loss_scale"))
-        run.note_resumed(resumed.step, resumed.skipped)
+        run.note_resumed(resumed.step, resumed.skipped, own=resumed.own.value)
         return resumed.step
+
+    def _check_own(self, run: Run, resumed: Resumed) -> None:
+        """Says what another number of replicas means for what each of them had of its own."""
+        from slurm_pt.checkpoint.resuming import OwnState
+
+        if self.local is not None and resumed.own in {OwnState.absent, OwnState.dropped}:
+            path = run.folder.checkpoints / f"step_{resumed.step:08d}"
+            raise CheckpointError(
+                f"{path} was saved between local updates with other parallel.tp or parallel.pp: "
+                "each replica's weights and moments cannot be put together. To fix: set them as "
+                f"they were, or begin a new run with train.init_from={path}"
+            )
+        if run.rank != 0:
+            return
+        if resumed.own is OwnState.mean:
+            what = "compression errors" if self.local is None else "weights and moments"
+            say(f"another number of replicas: each begins with the mean of their {what}")
+        elif resumed.own is OwnState.dropped:
+            say("another layout: the errors of compressed gradients begin anew")
 
     def train(self, run: Run, first_step: int) -> Any:
         from slurm_pt.training.loop import train_loop
@@ -117,6 +144,8 @@ class _Trainer:
             phase=run.heartbeat.enter,
             prefetch=self.config.data.prefetch,
             loss_scale=self.loss_scale,
+            reduction=self.reduction,
+            local=self.local,
         )
 
     def _record(self, run: Run, record: StepRecord, first_step: int) -> None:
@@ -139,13 +168,13 @@ class _Trainer:
         )
 
     def save(self, run: Run, step: int) -> None:
-        tensors, shards = self.tensors()
+        tensors, shards, own = self.state()
         common = {
             "global_batch_size": self.config.train.global_batch_size,
             "updates": self.optimizer.updates,
             "loss_scale": self.loss_scale.state(),
         }
-        run.save_tensors(step, tensors, shards=shards, common=common)
+        run.save_tensors(step, tensors, shards=shards, common=common, own=own)
 
     def save_and_stop(self, run: Run, step: int) -> None:
         """The last save before the nodes are taken, if it fits into the time that is left."""
@@ -163,13 +192,16 @@ class _Trainer:
 
 def _build(run: Run, config: RunConfig) -> _Trainer:
     """Model shard, optimizer and data of this rank."""
+    from slurm_pt.parallel.data import make_reduction
     from slurm_pt.training.data import TokenDataset
+    from slurm_pt.training.local_updates import LocalUpdates
     from slurm_pt.training.loss_scale import LossScale
     from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
 
     model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
-    optimizer = NamedAdamW(dict(model.named_parameters()), config.train, owned=model.owned)
+    parameters = dict(model.named_parameters())
+    optimizer = NamedAdamW(parameters, config.train, owned=model.owned)
     dataset = TokenDataset(
         _data_paths(run, config),
         seq_len=config.train.seq_len,
@@ -181,7 +213,17 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     )
     if config.train.eval_interval is not None:
         dataset.check_validation(config.train.eval_batches)
-    return _Trainer(config, model, optimizer, dataset, LossScale.of(config.train))
+    return _Trainer(
+        config,
+        model,
+        optimizer,
+        dataset,
+        LossScale.of(config.train),
+        reduction=make_reduction(
+            config.parallel, model.parameters(), group=run.groups.dp, sharding=model.sharding
+        ),
+        local=LocalUpdates.of(config.train, parameters, group=run.groups.dp),
+    )
 
 
 def _data_paths(run: Run, config: RunConfig) -> Path | dict[Path, float]:

@@ -94,10 +94,12 @@ class Checkpointer:
         rank_state: dict[str, Any],
         common: dict[str, Any],
         wait: bool,
+        own: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Save a step. Returns when the tensors are copied or, with `wait`, when it is committed.
 
-        A save that fails without `wait` is reported, and training goes on.
+        `tensors` are the same on all replicas; `own` are this rank's, of the same names and shapes
+        on all of its stage. A save that fails without `wait` is reported, and training goes on.
 
         Raises:
             CheckpointError: with `wait`, this save failed.
@@ -110,11 +112,14 @@ class Checkpointer:
         mine = state.names_to_save(
             tensors, shards, layout=self._groups.layout, place=self._groups.place
         )
+        own = own or {}
+        copied = {name: tensors[name] for name in mine}
+        copied |= {state.own_name(self._groups.rank, name): own[name] for name in own}
         snapshot = Snapshot(
             step=step,
-            tensors=self._buffers.copy({name: tensors[name] for name in mine}),
+            tensors=self._buffers.copy(copied),
             shards=dict(shards),
-            fingerprint=state.fingerprint(tensors, shards),
+            fingerprint=state.fingerprint({**tensors, **_prefixed(own)}, shards),
             rank_state=json.dumps(rank_state).encode(),
             common=json.loads(json.dumps(common)),
             taken_at=called_at,
@@ -152,28 +157,35 @@ class Checkpointer:
             self._thread = None
 
     def resume(
-        self, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Shard]
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        shards: Mapping[str, Shard],
+        own: Mapping[str, Tensor] | None = None,
     ) -> Resumed | None:
         """Load the newest usable step into the tensors, in place; None when there is none at all.
+
+        `Resumed.own` says what came into `own`.
 
         Raises:
             CheckpointError: there are checkpoints and none can be used, or the one to use does not
                 fit these tensors.
         """
-        return self.resume_into(lambda _path: tensors, shards=shards)
+        return self.resume_into(lambda _path: tensors, shards=shards, own=own)
 
     def resume_into(
         self,
         allocate: Callable[[Path], Mapping[str, Tensor]],
         *,
         shards: Mapping[str, Shard] | None = None,
+        own: Mapping[str, Tensor] | None = None,
     ) -> Resumed | None:
         """Like `resume`, for tensors that are only known once the checkpoint is.
 
         `allocate` takes the folder of the chosen checkpoint (`tensor_index.read_index` tells names,
         shapes and formats) and gives the tensors to fill.
         """
-        resumed = self._loader.load(allocate, shards or {})
+        resumed = self._loader.load(allocate, shards or {}, own or {})
         if resumed is not None:
             self.last_committed = resumed.step
         return resumed
@@ -212,6 +224,11 @@ class Checkpointer:
         self.close()
         if self._ended is not None:
             raise self._ended
+
+
+def _prefixed(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors by names that do not collide with those of others."""
+    return {state.OWN + name: tensor for name, tensor in own.items()}
 
 
 def _log_event(event: str, figures: dict[str, Any]) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from slurm_pt.checkpoint import state, store
@@ -18,8 +20,22 @@ from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
 from slurm_pt.parallel.shard import Shard
+from slurm_pt.plan.layout import ParallelLayout, Place
 
 _SHOWN_PROBLEMS = 10
+
+
+class OwnState(Enum):
+    """What was loaded of the tensors that belong to one rank alone."""
+
+    absent = "absent"
+    """None were asked for, or none are stored."""
+    exact = "exact"
+    """Those that this rank saved."""
+    mean = "mean"
+    """With another number of replicas: the mean over those that saved it."""
+    dropped = "dropped"
+    """Nothing: the model was split into other parts."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +49,7 @@ class Resumed:
     world_changed: bool
     skipped: tuple[str, ...]
     """Why newer checkpoints were passed over, one sentence each."""
+    own: OwnState = OwnState.absent
 
 
 @dataclass(frozen=True)
@@ -65,8 +82,11 @@ class Loader:
         self,
         allocate: Callable[[Path], Mapping[str, Tensor]],
         shards: Mapping[str, Shard],
+        own: Mapping[str, Tensor],
     ) -> Resumed | None:
         """Fill the tensors that `allocate` gives for a checkpoint's folder; None: there is none.
+
+        And `own`, where the model is split as it was.
 
         Raises:
             CheckpointError: there are checkpoints and none can be used, or the one to use does not
@@ -77,13 +97,15 @@ class Loader:
             return None
         opened = self._peers.on_each(lambda: self._open(found.path))
         tensors = self._peers.on_each(lambda: allocate(found.path))
-        self._load(found.path, opened.index, tensors, shards)
+        shared = {n: entry for n, entry in opened.index.items() if not n.startswith(state.OWN)}
+        self._load(found.path, shared, tensors, shards)
         return Resumed(
             step=found.step,
             common=dict(opened.manifest.common),
             rank_state=opened.rank_state,
             world_changed=opened.world_changed,
             skipped=tuple(store.describe_skipped(skipped, found)),
+            own=self._load_own(found.path, opened, own),
         )
 
     def load_weights(
@@ -129,6 +151,35 @@ class Loader:
         if not world_changed:
             rank_state = json.loads((path / store.rank_file(self._groups.rank)).read_bytes())
         return _Opened(manifest, read_index(path), rank_state, world_changed)
+
+    def _load_own(self, path: Path, opened: _Opened, own: Mapping[str, Tensor]) -> OwnState:
+        """Fill this rank's own tensors."""
+        if not own or not any(name.startswith(state.OWN) for name in opened.index):
+            return OwnState.absent
+        then, now = ParallelLayout(**opened.manifest.layout), self._groups.layout
+        if (then.tp, then.pp) != (now.tp, now.pp):
+            return OwnState.dropped
+        if then == now:
+            self._load_own_of(path, opened.index, self._groups.rank, own)
+            return OwnState.exact
+        here = self._groups.place
+        part = {name: torch.empty_like(tensor) for name, tensor in own.items()}
+        for tensor in own.values():
+            tensor.zero_()
+        for dp_rank in range(then.dp):
+            rank = then.rank(Place(here.tp_rank, here.pp_rank, dp_rank))
+            self._load_own_of(path, opened.index, rank, part)
+            for name, tensor in own.items():
+                tensor.add_(part[name], alpha=1.0 / then.dp)
+        return OwnState.mean
+
+    def _load_own_of(
+        self, path: Path, index: Mapping[str, StoredTensor], rank: int, own: Mapping[str, Tensor]
+    ) -> None:
+        """Fill the tensors with those that belong to a rank of the stored layout."""
+        begin = state.own_name(rank, "")
+        stored = {name: entry for name, entry in index.items() if name.startswith(begin)}
+        self._load(path, stored, {begin + name: tensor for name, tensor in own.items()}, {})
 
     def _load(
         self,

@@ -5,6 +5,9 @@ a checkpoint of any (tp, pp, dp) be loaded into any other. A part of a tensor is
 block along its shard dim, or with ZeRO a range of such a block's numbers: a few boxes. A fused
 weight (q, k and v in one) is no such block once it is split, so its parts go in under names of
 their own, as views.
+
+What the replicas of the model differ in (weights between two synchronisations, the errors of
+compressed gradients) is stored for each rank, whole, under names with its number.
 """
 
 from __future__ import annotations
@@ -21,6 +24,9 @@ from torch import Tensor
 from slurm_pt.checkpoint.tensor_index import StoredTensor
 from slurm_pt.parallel.shard import WHOLE, Fragment, Shard
 from slurm_pt.plan.layout import ParallelLayout, Place
+
+OWN = "own/"
+"""What the stored names of all tensors begin with that belong to one rank alone."""
 
 
 def save_tree(
@@ -83,6 +89,15 @@ def _bytes_of_part(tensor: Tensor, shard: Shard | None) -> int:
     if isinstance(shard, Fragment):
         return math.prod(shard.shape) * tensor.element_size()
     return tensor.nbytes
+
+
+def own_name(rank: int, name: str) -> str:
+    """The stored name of a tensor that belongs to one rank alone, or what all of them begin with.
+
+    >>> own_name(3, "model/head.weight")
+    'own/00003/model/head.weight'
+    """
+    return f"{OWN}{rank:05d}/{name}"
 
 
 def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:

@@ -75,3 +75,24 @@ class Schedule(Enum):
     gpipe = "gpipe"
     interleaved = "interleaved"
     zero_bubble = "zero_bubble"
+
+
+class GradientCompression(Enum):
+    """What is sent of the gradients when they are summed over the replicas."""
+
+    none = "none"
+    fp16 = "fp16"
+    """float16 numbers."""
+    bf16 = "bf16"
+    """bfloat16 numbers."""
+    powersgd = "powersgd"
+    """Matrices as two factors of low rank, with error feedback."""
+
+
+class Outer(Enum):
+    """How replicas that made updates on their own agree on new weights."""
+
+    average = "average"
+    """The mean of their weights (local SGD)."""
+    nesterov = "nesterov"
+    """A step of Nesterov's method towards that mean (DiLoCo)."""

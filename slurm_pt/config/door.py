@@ -20,6 +20,7 @@ from slurm_pt.config.batch_rules import batch_problem
 from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.replica_rules import replica_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
+from slurm_pt.config.slow_link_rules import slow_link_rules
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
 from slurm_pt.config.stage_rules import stage_rules
 from slurm_pt.errors import ConfigError, Problem, nearest
@@ -58,6 +59,7 @@ def signature(cfg: DictConfig | Mapping[str, Any]) -> str:
     for section, key in KEYS_WITHOUT_INFLUENCE:
         if isinstance(plain.get(section), Mapping):
             plain[section] = {k: v for k, v in plain[section].items() if k != key}
+    plain = {name: section for name, section in plain.items() if section != {}}
     text = json.dumps(_text_keys(plain), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:10]
 
@@ -199,6 +201,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from model_rules(config)
         yield from stage_rules(config)
         yield from replica_rules(config)
+        yield from slow_link_rules(config)
         yield from _batch_rules(config)
         yield from _data_rules(config)
 

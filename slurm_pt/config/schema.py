@@ -18,7 +18,9 @@ from slurm_pt.config.choices import (
     Activation,
     Bias,
     DType,
+    GradientCompression,
     Norm,
+    Outer,
     Positions,
     Recompute,
     RopeScaling,
@@ -113,6 +115,12 @@ class ParallelConfig:
     """Layers of each of the pp * virtual_stages stages, in order; null: as even as can be."""
     zero: int = 0
     """ZeRO stage: 0, or 1: each dp rank keeps 1/dp of the optimizer's state."""
+    gradient_compression: GradientCompression = GradientCompression.none
+    """How gradients are sent between replicas: none, fp16, bf16 or powersgd."""
+    powersgd_rank: int = 4
+    """powersgd: columns of the factors that stand for a matrix."""
+    powersgd_start_step: int = 100
+    """powersgd: steps at the start whose gradients are sent uncompressed."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,16 @@ class TrainConfig:
     """Steps between two evaluations on the held-out tokens; null: never."""
     eval_batches: int = 8
     """Global batches of one evaluation; always the same ones."""
+    local_steps: int = 1
+    """Updates that each replica makes on its own between two synchronisations; 1: none."""
+    local_after: int = 0
+    """Completed steps from which on updates are local; before, gradients are summed every step."""
+    outer: Outer = Outer.average
+    """How replicas synchronise: average (post-local SGD) or nesterov (DiLoCo)."""
+    outer_lr: float = 0.7
+    """nesterov: learning rate of the outer step."""
+    outer_momentum: float = 0.9
+    """nesterov: momentum of the outer step, 0 to 1."""
 
 
 @dataclass(frozen=True)

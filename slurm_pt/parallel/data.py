@@ -12,19 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_pt.parallel.groups import Pending, ProcessGroups, all_reduce, start_all_reduce
+from slurm_pt.config.choices import GradientCompression
+from slurm_pt.parallel.buckets import BUCKET_BYTES, flat_views, in_buckets
+from slurm_pt.parallel.groups import ProcessGroups, all_reduce
+from slurm_pt.parallel.powersgd import PowerSGD
+from slurm_pt.parallel.reduction import AllReduce, Reduction
 from slurm_pt.parallel.shard import Shard
 from slurm_pt.parallel.weight_gradients import watch_gradient
-from slurm_pt.plan.optimizer_state import padded
+from slurm_pt.parallel.zero import ReduceScatter, ShardedParameters
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from slurm_pt.parallel.zero import ShardedParameters
-
-BUCKET_BYTES = 25 * 2**20
-"""Large enough to be bound by bandwidth, not latency; small enough that most of them are on their
-way before the backward pass ends (the same as torch's DDP)."""
+    from slurm_pt.config.schema import ParallelConfig
 
 
 class GradientBuckets:
@@ -36,8 +36,9 @@ class GradientBuckets:
     A buffer is on its way as soon as its last gradient of the step is there, while the backward
     pass goes on. How often each gradient is added to in a step is learnt from the first one.
 
-    With `sharding` (ZeRO), whose buckets these then are, a sum arrives on the replica alone that
-    owns it: see `owned`.
+    Args:
+        reduction: how buffers are summed; default: plainly.
+        sharding: what each replica owns of these parameters. Then that alone is summed here.
     """
 
     def __init__(
@@ -45,10 +46,13 @@ class GradientBuckets:
         parameters: Iterable[nn.Parameter],
         *,
         group: dist.ProcessGroup,
-        bucket_bytes: int = BUCKET_BYTES,
+        reduction: Reduction | None = None,
         sharding: ShardedParameters | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
     ):
         self.group, self.sharding = group, sharding
+        plain = AllReduce(group) if sharding is None else ReduceScatter(sharding)
+        self.reduction = reduction or plain
         self.buffers: list[Tensor] = []
         if sharding is None:
             buckets = in_buckets(parameters, bucket_bytes=bucket_bytes)
@@ -56,15 +60,17 @@ class GradientBuckets:
             buckets = sharding.buckets
         for members in buckets:
             self._add(members)
+        self._step, self._alone = 0, False
         self._added = [0] * len(self.buffers)
         """How many gradients were added in this step, by bucket."""
         self._expected: list[int] | None = None
-        self._works: dict[int, Pending | None] = {}
+        self._started: set[int] = set()
 
-    def start_step(self) -> None:
-        """Zero all gradients."""
+    def start_step(self, step: int = 0, *, alone: bool = False) -> None:
+        """Zero all gradients. `step` steps are done; `alone`: this one's gradients stay here."""
         for buffer in self.buffers:
             buffer.zero_()
+        self._step, self._alone = step, alone
         self._added = [0] * len(self.buffers)
 
     def owned(self, gradient: Tensor) -> Tensor:
@@ -76,16 +82,19 @@ class GradientBuckets:
             self.owned(buffer).mul_(factor)
 
     def finish_sum(self) -> None:
-        """Return when all that is owned here is summed over the group. A collective over it."""
+        """Return when all that is owned here is summed over the group. A collective over it.
+
+        At once in a step `alone`.
+        """
         if self._expected is None:
             self._expected = list(self._added)
+        if self._alone:
+            return
         for index in range(len(self.buffers)):
-            if index not in self._works:
-                self._works[index] = self._start_sum(index)
-        for work in self._works.values():
-            if work is not None:
-                work.wait()
-        self._works.clear()
+            if index not in self._started:
+                self._start(index)
+        self.reduction.finish()
+        self._started.clear()
 
     def _add(self, members: list[nn.Parameter]) -> None:
         index = len(self.buffers)
@@ -105,47 +114,36 @@ class GradientBuckets:
     def _note(self, index: int) -> None:
         """A gradient of this bucket was added to."""
         self._added[index] += 1
-        if self._expected is not None and self._added[index] == self._expected[index]:
-            self._works[index] = self._start_sum(index)
+        if self._alone or self._expected is None:
+            return
+        if self._added[index] == self._expected[index]:
+            self._start(index)
 
-    def _start_sum(self, index: int) -> Pending | None:
-        buffer = self.buffers[index]
-        if self.sharding is not None:
-            return self.sharding.start_sum(buffer)
-        return start_all_reduce(buffer, self.group)
+    def _start(self, index: int) -> None:
+        self._started.add(index)
+        self.reduction.start(self._step, index, self.buffers[index])
 
 
-def in_buckets(
+def make_reduction(
+    config: ParallelConfig,
     parameters: Iterable[nn.Parameter],
     *,
-    bucket_bytes: int = BUCKET_BYTES,
-    apart: nn.Parameter | None = None,
-) -> list[list[nn.Parameter]]:
-    """The parameters of each flat buffer, which share one format; `apart` gets one of its own."""
-    buckets: list[list[nn.Parameter]] = []
-    size_bytes = 0
-    # Backward reaches the last parameters first, so they share the first bucket.
-    for parameter in reversed(list(parameters)):
-        last = buckets[-1][-1] if buckets else None
-        fits = size_bytes + parameter.nbytes <= bucket_bytes
-        alone = apart is not None and (parameter is apart or last is apart)
-        if last is None or not fits or alone or parameter.dtype != last.dtype:
-            buckets.append([])
-            size_bytes = 0
-        buckets[-1].append(parameter)
-        size_bytes += parameter.nbytes
-    return buckets
-
-
-def flat_views(parameters: list[nn.Parameter], parts: int = 1) -> tuple[Tensor, list[Tensor]]:
-    """A zeroed buffer of `parts` equal parts, and a view into it for each parameter."""
-    sizes = [parameter.numel() for parameter in parameters]
-    first = parameters[0]
-    buffer = torch.zeros(padded(sum(sizes), parts), dtype=first.dtype, device=first.device)
-    slices = torch.split(buffer[: sum(sizes)], sizes)
-    return buffer, [
-        part.view(parameter.shape) for parameter, part in zip(parameters, slices, strict=True)
-    ]
+    group: dist.ProcessGroup,
+    sharding: ShardedParameters | None,
+) -> Reduction:
+    """How the gradients of these parameters are summed over the group, as configured."""
+    if sharding is not None:
+        return ReduceScatter(sharding)
+    kind = config.gradient_compression
+    if kind is GradientCompression.powersgd:
+        return PowerSGD(
+            in_buckets(parameters),
+            group=group,
+            rank=config.powersgd_rank,
+            start_step=config.powersgd_start_step,
+        )
+    formats = {GradientCompression.fp16: torch.float16, GradientCompression.bf16: torch.bfloat16}
+    return AllReduce(group, formats.get(kind))
 
 
 def sum_tied_gradient(gradient: Tensor | None, groups: ProcessGroups) -> None:
@@ -171,14 +169,13 @@ def sum_gradients(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None
         begin += gradient.numel()
 
 
-def counts_here(shard: Shard, groups: ProcessGroups, *, owned: bool = False) -> bool:
-    """Whether this rank counts a part, so that over all ranks each number counts once.
+def counts_here(shard: Shard, groups: ProcessGroups) -> bool:
+    """Whether this rank counts a part, so that over all ranks of a replica it counts once.
 
-    Of tensor ranks that hold the same part the first counts; of dp replicas the first too, unless
-    what is counted is the part that it alone owns.
+    Of tensor ranks that hold the same part, the first counts it.
     """
     sharing = groups.layout.tp // shard.parts
-    return (owned or groups.place.dp_rank == 0) and groups.place.tp_rank % sharing == 0
+    return groups.place.tp_rank % sharing == 0
 
 
 def squared_norm(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from slurm_pt.parallel.data import BUCKET_BYTES, flat_views, in_buckets
+from slurm_pt.parallel.buckets import BUCKET_BYTES, flat_views, in_buckets
 from slurm_pt.plan.optimizer_state import owned_range
 
 if TYPE_CHECKING:
@@ -58,12 +58,6 @@ class ShardedParameters:
         begin, end = (min(max(at - view.storage_offset(), 0), view.numel()) for at in _ends(part))
         return view.detach().view(-1)[begin:end]
 
-    def start_sum(self, gradients: Tensor) -> Pending | None:
-        """The sum over the replicas on its way into this one's part of a buffer of gradients."""
-        if self.group.size() == 1:
-            return None
-        return start_reduce_scatter(gradients, self.owned(gradients), self.group)
-
     def gather(self) -> None:
         """Return when this replica has the parts that the others updated. A collective."""
         if self.group.size() == 1:
@@ -74,6 +68,30 @@ class ShardedParameters:
         ]
         for work in works:
             work.wait()
+
+
+class ReduceScatter:
+    """A `Reduction` that leaves each replica with the sum of the part that it owns."""
+
+    def __init__(self, sharding: ShardedParameters):
+        self._sharding = sharding
+        self._pending: list[Pending] = []
+
+    def start(self, step: int, index: int, buffer: Tensor) -> None:  # noqa: ARG002
+        group = self._sharding.group
+        if group.size() > 1:
+            self._pending.append(start_reduce_scatter(buffer, self._sharding.owned(buffer), group))
+
+    def finish(self) -> None:
+        for work in self._pending:
+            work.wait()
+        self._pending.clear()
+
+    def keep(self) -> None:
+        """Nothing is remembered."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
 
 
 def start_reduce_scatter(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Pending:

@@ -5,12 +5,22 @@ from each, a gather or a scatter of S bytes in all (n - 1) / n S, a message its 
 
 Sources: Narayanan et al. 2021, arXiv:2104.04473, sections 3.2 and 4.1 (tensor and pipeline);
 Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2 (split sequence); Rajbhandari et al. 2020,
-arXiv:1910.02054, section 7 (ZeRO).
+arXiv:1910.02054, section 7 (ZeRO); Vogels et al. 2019, arXiv:1905.13727 (factors of low rank);
+Douillard et al. 2023, arXiv:2311.08105 (local updates).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+LEAST_SAVING = 2
+"""A matrix is sent as factors if they are at least this many times smaller (the same as torch's
+PowerSGD)."""
 
 
 @dataclass(frozen=True)
@@ -117,15 +127,52 @@ def pipeline_bytes(step: StepShape, *, sends: int, tp: int, sequence: bool) -> f
     return step.num_microbatches * sends * message
 
 
-def data_bytes(stage: StageShape, step: StepShape, *, dp: int, zero: int = 0) -> float:
+def data_bytes(
+    stage: StageShape, step: StepShape, *, dp: int, zero: int = 0, number_bytes: int | None = None
+) -> float:
     """Over the replicas: all gradients of the rank, once a step.
 
-    With ZeRO stage 1 they are scattered, and the updated weights are gathered.
+    With ZeRO stage 1 they are scattered, and the updated weights are gathered. With fp16 or bf16
+    compression `number_bytes` is 2.
     """
     if zero == 0:
-        return all_reduce_bytes(step.gradient_bytes * stage.parameters, dp)
+        return all_reduce_bytes((number_bytes or step.gradient_bytes) * stage.parameters, dp)
     numbers = stage.parameters + stage.padding
     return gather_bytes((step.gradient_bytes + step.weight_bytes) * numbers, dp)
+
+
+def powersgd_bytes(
+    shapes: Iterable[Sequence[int]], step: StepShape, *, dp: int, rank: int
+) -> float:
+    """Over the replicas, once a step: the gradients of parameters of these shapes as factors."""
+    numbers = sum(_factor_numbers(shape, rank) for shape in shapes)
+    return all_reduce_bytes(step.gradient_bytes * numbers, dp)
+
+
+def local_update_bytes(stage: StageShape, step: StepShape, *, dp: int, local_steps: int) -> float:
+    """Over the replicas: all weights of the rank, once in so many steps; the mean of a step."""
+    return all_reduce_bytes(step.gradient_bytes * stage.parameters, dp) / local_steps
+
+
+def low_rank(shape: Sequence[int], rank: int) -> int | None:
+    """Columns of the factors that PowerSGD sends for a parameter; None: it is sent as it is.
+
+    >>> low_rank((768, 768), 4), low_rank((768, 2), 4), low_rank((768,), 4)
+    (4, None, None)
+    """
+    if len(shape) < 2:
+        return None
+    rows, columns = shape[0], math.prod(shape[1:])
+    rank = min(rank, rows, columns)
+    return rank if LEAST_SAVING * rank * (rows + columns) <= rows * columns else None
+
+
+def _factor_numbers(shape: Sequence[int], rank: int) -> int:
+    """How many numbers are sent for one parameter."""
+    columns = low_rank(shape, rank)
+    if columns is None:
+        return math.prod(shape)
+    return columns * (shape[0] + math.prod(shape[1:]))
 
 
 def tied_bytes(stage: StageShape, step: StepShape) -> float:

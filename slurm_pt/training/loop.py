@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slurm_pt.parallel.groups import ProcessGroups
+from slurm_pt.parallel.reduction import Reduction
 from slurm_pt.training.feed import HostBatch
+from slurm_pt.training.local_updates import LocalUpdates
 from slurm_pt.training.loss_scale import LossScale
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
 from slurm_pt.training.rank_model import RankModel
@@ -35,7 +37,7 @@ class StepRecord:
     loss: float
     """Mean over the tokens of the global batch, before the update."""
     grad_norm: float
-    """Before clipping."""
+    """Before clipping; of a local step, the root of the mean square over the replicas."""
     lr: float
     tokens: int
     """Over all ranks."""
@@ -76,18 +78,22 @@ def train_loop(
     phase: Callable[[str], None],
     prefetch: int = 0,
     loss_scale: LossScale | None = None,
+    reduction: Reduction | None = None,
+    local: LocalUpdates | None = None,
 ) -> LoopEnd:
     """Train from `start_step` completed steps to `config.steps`, or until a stop is agreed.
 
     `stop_requested` of any rank counts, `save_due` of rank 0 alone. `save(step)` is called on
     all ranks with the number of completed steps, between steps only: after the last step, and
     on a stop, saving is the caller's. A thread has the tokens of up to `prefetch` steps ready.
+    `reduction` sums the gradients over the replicas; None: a plain all-reduce. With `local`,
+    replicas make updates on their own.
 
     A rank that is asked to stop while it waits for tokens does not wait on: it goes through the
     step with blank ones, and says so in the reduction. No rank then counts that step.
     """
     scale = loss_scale or LossScale.of(config)
-    trainer = TrainStep(model, optimizer, dataset, config, groups, phase, scale)
+    trainer = TrainStep(model, optimizer, dataset, config, groups, phase, scale, reduction, local)
     steps = range(start_step, config.steps)
     with trainer.feed.ahead(steps, prefetch=prefetch) as data:
         return _steps(trainer, data, steps, stop_requested, save_due, save, record)
@@ -109,16 +115,17 @@ def _steps(
         micro_batches = trainer.feed.take(step, data, give_up=stop_requested)
         data_s = time.perf_counter() - begin
         blank = micro_batches is None
-        loss = trainer.gradients(micro_batches or trainer.feed.blank(step))
+        loss = trainer.gradients(step, micro_batches or trainer.feed.blank(step))
         phase("reduce")
         wants_save = groups.rank == 0 and save_due()
-        totals = trainer.reduce(loss, stop=stop_requested(), save=wants_save, blank=blank)
+        totals = trainer.reduce(step, loss, stop=stop_requested(), save=wants_save, blank=blank)
         if totals.blank:
             return LoopEnd(step=step, stopped=True)
         phase("optimizer")
         lr = learning_rate(step, config)
         factor = trainer.loss_scale.factor
-        updated = trainer.update(totals.grad_norm, lr)
+        updated = trainer.update(totals, lr)
+        trainer.synchronise(step)
         step_s = time.perf_counter() - begin
         evaluation = Evaluation(loss=None, stop=totals.stop)
         if not totals.stop and _is_evaluated(step + 1, config):

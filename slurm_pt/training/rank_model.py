@@ -19,7 +19,7 @@ from slurm_pt.plan.layout import split_layers
 from slurm_pt.training.model import GPTStage, Piece, StageSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -127,20 +127,39 @@ def stored_tensors(
 
     The names are the same in every layout and for every schedule.
     """
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    moments = {f"optimizer/{kind}": held for kind, held in optimizer.state().items()}
+    tensors, shards = stored_pieces(model, {"model": weights})
+    stored = stored_pieces if model.sharding is None else _stored_fragments
+    of_moments, shards_of_moments = stored(model, moments)
+    return tensors | of_moments, shards | shards_of_moments
+
+
+def stored_pieces(
+    model: RankModel, held: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    """What is held of each kind for every parameter, as `stored_tensors` gives it."""
+    tensors: dict[str, Tensor] = {}
+    shards: dict[str, Shard] = {}
+    for piece in model.pieces():
+        for kind, by_parameter in held.items():
+            tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
+            shards[f"{kind}/{piece.stored}"] = piece.shard
+    return tensors, shards
+
+
+def _stored_fragments(
+    model: RankModel, moments: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    """The same for moments of what this replica owns of each parameter."""
     parameters = dict(model.named_parameters())
     tensors: dict[str, Tensor] = {}
     shards: dict[str, Shard] = {}
     for piece in model.pieces():
         parameter = parameters[piece.parameter].detach()
-        tensors[f"model/{piece.stored}"] = piece.of(parameter)
-        shards[f"model/{piece.stored}"] = piece.shard
-        for kind, moments in optimizer.state().items():
-            name = f"optimizer/{kind}/{piece.stored}"
-            moment = moments[piece.parameter]
-            if model.sharding is None:
-                tensors[name], shards[name] = piece.of(moment), piece.shard
-            else:
-                tensors[name], shards[name] = _fragment(model, piece, parameter, moment)
+        for kind, by_parameter in moments.items():
+            name, moment = f"{kind}/{piece.stored}", by_parameter[piece.parameter]
+            tensors[name], shards[name] = _fragment(model, piece, parameter, moment)
     return tensors, shards
 
 

@@ -350,6 +350,8 @@ def norm_of_ones() -> float:
     shards = {"split": Shard.over(0, tp=2, tp_rank=groups.place.tp_rank), "whole": WHOLE}
     names = ["split", "whole"] if groups.last_stage else ["split"]
     counted = [parameters[name].grad for name in names if counts_here(shards[name], groups)]
+    if groups.place.dp_rank != 0:  # replicas have one norm together
+        counted = []
     total = all_reduce(squared_norm(counted, device=CPU), groups.world).item()
     groups.close()
     return total

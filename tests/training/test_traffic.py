@@ -6,6 +6,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
 
+POWERSGD = {"gradient_compression": "powersgd", "powersgd_rank": 2, "powersgd_start_step": 0}
 CASES = [
     pytest.param(8, (2, 2, 2), "tied", {}, id="tp2 pp2 dp2"),
     pytest.param(8, (2, 2, 2), "tied", {"sequence": True}, id="tp2 pp2 dp2, split sequence"),
@@ -19,6 +20,9 @@ CASES = [
         8, (2, 2, 2), "tied", {"sequence": True, "zero": 1}, id="tp2 pp2 dp2, split sequence, ZeRO"
     ),
     pytest.param(4, (2, 1, 2), "one key head", {"zero": 1}, id="tp2 dp2, one key head, ZeRO"),
+    pytest.param(2, (1, 1, 2), "tied", {"gradient_compression": "bf16"}, id="bf16"),
+    pytest.param(4, (2, 1, 2), "tied", POWERSGD, id="PowerSGD"),
+    pytest.param(4, (1, 2, 2), "tied", {"local_steps": 3}, id="local updates"),
 ]
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from slurm_pt.checkpoint.tensor_files import read_index, read_whole
+from slurm_pt.checkpoint.tensor_bytes import BoxReader
+from slurm_pt.checkpoint.tensor_index import read_index
 from tests.ranks import run_ranks
 from tests.training.moving import SAVED_AT
 from tests.training.zero_cases import CASES, SHORT
@@ -69,7 +70,8 @@ def test_checkpoints_move_between_layouts_bit_for_bit(tokens, tmp_path):
 
 def tensors(folder):
     path = folder / f"step_{SAVED_AT:08d}"
-    return {name: read_whole(path, stored) for name, stored in read_index(path).items()}
+    reader = BoxReader(path)
+    return {name: reader.read(stored) for name, stored in read_index(path).items()}
 
 
 def test_an_overflow_on_one_rank_is_agreed_on_and_leaves_the_weights(tokens):

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from slurm_pt.config.choices import Schedule
+from slurm_pt.config.choices import GradientCompression, Schedule
 from slurm_pt.config.schema import ParallelConfig
+from slurm_pt.parallel.data import make_reduction
 from slurm_pt.plan import traffic
 from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.training.local_updates import LocalUpdates
 from slurm_pt.training.loop import train_loop
 from slurm_pt.training.optimizer import NamedAdamW
 from tests.training.cases import LLAMA, MODEL, TRAIN, build, dataset_of, groups_of, ignore, never
@@ -38,15 +40,26 @@ def counted_and_planned(
     """Bytes that this rank sends in one step, counted and by the formula, for each purpose."""
     model_config = MODELS[name]
     groups = groups_of(ParallelLayout(*layout), model_config)
-    config = ParallelConfig(**parallel | {"schedule": Schedule(parallel["schedule"])})
-    model = build(model_config, ONE_STEP, groups, config)
-    optimizer = NamedAdamW(dict(model.named_parameters()), ONE_STEP, owned=model.owned)
-    with _counting(groups) as sent:
+    local_steps = parallel.pop("local_steps", 1)
+    train = replace(ONE_STEP, steps=local_steps, local_steps=local_steps)
+    config = ParallelConfig(
+        **parallel
+        | {
+            "schedule": Schedule(parallel["schedule"]),
+            "gradient_compression": GradientCompression(
+                parallel.get("gradient_compression", "none")
+            ),
+        }
+    )
+    model = build(model_config, train, groups, config)
+    parameters = dict(model.named_parameters())
+    optimizer = NamedAdamW(parameters, train, owned=model.owned)
+    with counting(groups) as sent:
         train_loop(
             model=model,
             optimizer=optimizer,
-            dataset=dataset_of(tokens, model_config, ONE_STEP),
-            config=ONE_STEP,
+            dataset=dataset_of(tokens, model_config, train),
+            config=train,
             groups=groups,
             start_step=0,
             stop_requested=never,
@@ -54,14 +67,19 @@ def counted_and_planned(
             save=ignore,
             record=ignore,
             phase=ignore,
+            reduction=make_reduction(
+                config, parameters.values(), group=groups.dp, sharding=model.sharding
+            ),
+            local=LocalUpdates.of(train, parameters, group=groups.dp),
         )
-    planned = _planned(model, model_config, groups, config)
+    planned = _planned(model, model_config, groups, config, local_steps)
     groups.close()
-    return {purpose: (sent[purpose], size) for purpose, size in planned.items()}
+    return {purpose: (sent[purpose] / local_steps, size) for purpose, size in planned.items()}
 
 
 @contextmanager
-def _counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
+def counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
+    """Within it, the bytes that this rank sends are added up by what they are for."""
     sent: dict[str, float] = defaultdict(float)
     purposes = {
         id(groups.tp): "tensor",
@@ -121,7 +139,11 @@ def _counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
 
 
 def _planned(
-    model: RankModel, config: ModelConfig, groups: ProcessGroups, parallel: ParallelConfig
+    model: RankModel,
+    config: ModelConfig,
+    groups: ProcessGroups,
+    parallel: ParallelConfig,
+    local_steps: int,
 ) -> dict[str, float]:
     layout, tp = groups.layout, groups.layout.tp
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
@@ -165,6 +187,24 @@ def _planned(
         "tensor": traffic.tensor_bytes(stage, step, tp=tp, sequence=sequence),
         "shared heads": traffic.shared_head_bytes(stage, step, sharing=groups.kv.size()),
         "pipeline": traffic.pipeline_bytes(step, sends=sends, tp=tp, sequence=sequence),
-        "data": traffic.data_bytes(stage, step, dp=layout.dp, zero=parallel.zero),
+        "data": _planned_data_bytes(model, stage, step, layout.dp, parallel, local_steps),
         "tied embedding": traffic.tied_bytes(stage, step),
     }
+
+
+def _planned_data_bytes(
+    model: RankModel,
+    stage: traffic.StageShape,
+    step: traffic.StepShape,
+    dp: int,
+    parallel: ParallelConfig,
+    local_steps: int,
+) -> float:
+    if local_steps > 1:
+        return traffic.local_update_bytes(stage, step, dp=dp, local_steps=local_steps)
+    if parallel.gradient_compression is GradientCompression.powersgd:
+        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
+        return traffic.powersgd_bytes(shapes, step, dp=dp, rank=parallel.powersgd_rank)
+    halves = {GradientCompression.fp16, GradientCompression.bf16}
+    number_bytes = 2 if parallel.gradient_compression in halves else None
+    return traffic.data_bytes(stage, step, dp=dp, zero=parallel.zero, number_bytes=number_bytes)

@@ -1,0 +1,41 @@
+"""What a run saves: what all replicas have, and what belongs to one rank alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from slurm_pt.training.rank_model import stored_pieces, stored_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from slurm_pt.parallel.reduction import Reduction
+    from slurm_pt.parallel.shard import Shard
+    from slurm_pt.training.local_updates import LocalUpdates
+    from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
+
+
+class StoredState(NamedTuple):
+    """The tensors themselves, by stored name, to save from or to load into."""
+
+    tensors: dict[str, Tensor]
+    """The same on all replicas; any layout can load them."""
+    shards: dict[str, Shard]
+    own: dict[str, Tensor]
+    """This rank's; ranks that hold the same part of the model can load them, or their mean."""
+
+
+def stored_state(
+    model: RankModel,
+    optimizer: NamedAdamW,
+    *,
+    reduction: Reduction,
+    local: LocalUpdates | None,
+) -> StoredState:
+    """Everything to be saved. With local updates, all replicas have the agreed weights."""
+    tensors, shards = stored_tensors(model, optimizer)
+    if local is None:
+        return StoredState(tensors, shards, own=reduction.state())
+    agreed, shards = stored_pieces(model, local.state())
+    return StoredState(agreed, shards, own=tensors)
