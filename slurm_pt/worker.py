@@ -80,9 +80,9 @@ class _Trainer:
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, Shard]]:
         """Everything to be saved by its stored name, and which part of the whole it is."""
-        from slurm_pt.training.rank_model import stored_tensors
+        from slurm_pt.parallel.model_part import stored_tensors
 
-        return stored_tensors(self.model, self.optimizer)
+        return stored_tensors(self.model, self.optimizer.state())
 
     def resume(self, run: Run) -> int:
         """The step to go on from; 0 for a run that has no checkpoint yet."""

@@ -54,5 +54,14 @@ class Shard:
             size * self.index if axis == self.dim else 0 for axis, size in enumerate(local)
         )
 
+    def slices(self, local: Sequence[int]) -> tuple[slice, ...]:
+        """The part of the whole, to index it with.
+
+        >>> Shard(1, 2, 1).slices((3, 4))
+        (slice(0, 3, None), slice(4, 8, None))
+        """
+        begin = self.offsets(local)
+        return tuple(slice(b, b + n) for b, n in zip(begin, local, strict=True))
+
 
 WHOLE = Shard()

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 from slurm_pt.config.choices import Schedule
 from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
+from slurm_pt.parallel.model_part import Piece
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.layout import split_layers
-from slurm_pt.training.model import GPTStage, Piece, StageSpan
+from slurm_pt.training.model import GPTStage, StageSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from slurm_pt.parallel.groups import ProcessGroups
-    from slurm_pt.parallel.shard import Shard
-    from slurm_pt.training.optimizer import NamedAdamW
 
 
 class RankModel:
@@ -104,22 +103,3 @@ class RankModel:
         """This rank's copy of a token embedding that two ranks hold; None if none does."""
         copies = [chunk.tied_parameter() for chunk in self.chunks]
         return next((copy for copy in copies if copy is not None), None)
-
-
-def stored_tensors(
-    model: RankModel, optimizer: NamedAdamW
-) -> tuple[dict[str, Tensor], dict[str, Shard]]:
-    """Everything to be saved by its stored name, and which part of the whole it is.
-
-    The names are the same in every layout and for every schedule.
-    """
-    held = {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}}
-    for kind, moments in optimizer.state().items():
-        held[f"optimizer/{kind}"] = moments
-    tensors: dict[str, Tensor] = {}
-    shards: dict[str, Shard] = {}
-    for piece in model.pieces():
-        for kind, by_parameter in held.items():
-            tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
-            shards[f"{kind}/{piece.stored}"] = piece.shard
-    return tensors, shards

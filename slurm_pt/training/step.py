@@ -14,14 +14,8 @@ import torch
 from torch import Tensor
 
 from slurm_pt.errors import ConfigError, DivergedError, Problem
-from slurm_pt.parallel.data import (
-    GradientBuckets,
-    clip_factor,
-    counts_here,
-    squared_norm,
-    sum_gradients,
-    sum_tied_gradient,
-)
+from slurm_pt.parallel.data import clip_factor
+from slurm_pt.parallel.gradients import Gradients
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_forward_pipeline, run_pipeline
 from slurm_pt.training.feed import Feed
@@ -94,8 +88,7 @@ class TrainStep:
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
-        self.buckets = GradientBuckets(model.parameters(), group=groups.dp)
-        self.counted, self.copies = _counted_gradients(model, groups)
+        self.held = Gradients(model, groups)
         shape = model.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
         )
@@ -107,7 +100,7 @@ class TrainStep:
         The gradients are those of the scaled loss.
         """
         self.phase("forward_backward")
-        self.buckets.start_step()
+        self.held.start_step()
         loss = run_pipeline(
             self.model.chunks,
             micro_batches,
@@ -119,11 +112,7 @@ class TrainStep:
             loss_scale=self.loss_scale.factor / self.groups.layout.dp,
         )
         self.phase("average")
-        self.buckets.finish_sum()
-        partial = self.model.partial_gradients()
-        sum_gradients([p.grad for p in partial if p.grad is not None], self.groups.tp)
-        sum_gradients(self.model.shared_gradients(), self.groups.kv)
-        sum_tied_gradient(self.model.tied_parameter(), self.groups)
+        self.held.finish()
         if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
             loss.zero_()
         return loss / self.groups.layout.dp
@@ -131,11 +120,8 @@ class TrainStep:
     def reduce(self, loss: Tensor, *, stop: bool, save: bool, blank: bool) -> Totals:
         """The one collective over all ranks."""
         device = self.groups.device
-        square = squared_norm(self.counted, device=device)
-        # 0 times a number is 0, but for those that are not finite: they spoil the sum.
-        square += 0.0 * squared_norm(self.copies, device=device)
         flags = torch.tensor([stop, save, blank], dtype=torch.float64)
-        sums = torch.cat([torch.stack([loss, square]), flags.to(device)])
+        sums = torch.cat([torch.stack([loss, self.held.square()]), flags.to(device)])
         loss_sum, square_sum, *raised = all_reduce(sums, self.groups.world).tolist()
         stops, saves, blanks = (count > 0 for count in raised)
         grad_norm = math.sqrt(square_sum) / self.loss_scale.factor
@@ -184,30 +170,7 @@ class TrainStep:
         if not overflow:
             factor = clip_factor(grad_norm, self.config.grad_clip) / self.loss_scale.factor
             if factor != 1.0:
-                self.buckets.scale(factor)
+                self.held.scale(factor)
             self.optimizer.step(lr)
         self.loss_scale.note(overflow=overflow)
         return not overflow
-
-
-def _counted_gradients(
-    model: RankModel, groups: ProcessGroups
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients that this rank counts in the norm, and those a tensor rank counts for it.
-
-    Views into the buckets. A tied copy counts nowhere: the embedding on the first stage has the
-    same gradient.
-    """
-    parameters, tied = dict(model.named_parameters()), model.tied_copies()
-    counted, copies = [], []
-    for piece in model.pieces():
-        gradient = parameters[piece.parameter].grad
-        if gradient is None:
-            raise ValueError(f"{piece.parameter} has no gradient buffer")
-        if piece.parameter in tied:
-            continue
-        if counts_here(piece.shard, groups):
-            counted.append(piece.of(gradient))
-        elif groups.place.dp_rank == 0:
-            copies.append(piece.of(gradient))
-    return counted, copies
