@@ -15,6 +15,7 @@ from slurm_pt.errors import Problem
 from slurm_pt.parallel.model_part import SplitLayer
 from slurm_pt.parallel.sequence import gather_sequence, scatter_sequence
 from slurm_pt.parallel.split_plan import Role, inside
+from slurm_pt.parallel.split_units import OnAnotherStage
 from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear, Rows
 from slurm_pt.parallel.vocabulary import VocabParallelEmbedding
 
@@ -133,7 +134,7 @@ def replace_layers(
     tied: dict[int, nn.Parameter] = {}
     for name, role in roles.items():
         module = modules.get(name)
-        if module is None or role == "sequence":
+        if module is None or role == "sequence" or isinstance(module, OnAnotherStage):
             continue
         if role in ("scatter", "gather"):
             if axis.splits_sequence:
