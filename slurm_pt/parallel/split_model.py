@@ -57,8 +57,8 @@ def split(
 
     The model's tree is changed in place: layers that the plan splits hold their slice, and units
     of other stages are gone. It is moved to the rank's device; replicas get the first one's
-    weights. A model on the meta device keeps no rank from the memory that the whole would need:
-    call `materialise` before it is used.
+    weights. With a model on the meta device no rank needs memory for the whole: call `materialise`
+    before it is used.
 
     Args:
         model: whole, with the same structure on all ranks.
@@ -70,7 +70,7 @@ def split(
         message_shape: of what one unit gives to the next for one micro-batch, the sequence whole;
             needed for stages.
         message_dtype: its format; None: that of the weights.
-        call: how a unit is called; None of the defaults: with the output of the one before alone.
+        call: how a unit is called; by default with the output of the one before alone.
         parallel: `Run.config.parallel`: whether the sequence is split, the schedule, virtual
             stages, and as `stage_layers` the units of each stage (default: by parameters).
 
