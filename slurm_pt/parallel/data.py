@@ -95,8 +95,17 @@ class GradientBuckets:
             )
             watch_gradient(parameter, lambda: self._note(index))
 
+    def relearn(self) -> None:
+        """Forget how often gradients are added to: from the next step on it is another number."""
+        self._expected = None
+
     def _note(self, index: int) -> None:
         """A gradient of this bucket was added to."""
+        if index in self._works:
+            raise RuntimeError(
+                "a gradient came after its sum over the dp ranks had started: every step must use "
+                "the same parameters as often as the first one did"
+            )
         self._added[index] += 1
         if self._expected is not None and self._added[index] == self._expected[index]:
             self._works[index] = start_all_reduce(self.buffers[index], self.group)

@@ -33,10 +33,14 @@ class Gradients:
         trained = [p for _, p in model.named_parameters() if p.requires_grad]
         self.buckets = GradientBuckets(trained, group=groups.dp)
         self._views = [(parameter, parameter.grad) for parameter in trained]
+        self._num_microbatches = 0
         self.counted, self.copies = _counted_gradients(model, groups)
 
-    def start_step(self) -> None:
+    def start_step(self, num_microbatches: int) -> None:
         """Zero all gradients; those that `zero_grad` took away are there again."""
+        if num_microbatches != self._num_microbatches:
+            self.buckets.relearn()
+            self._num_microbatches = num_microbatches
         for parameter, view in self._views:
             parameter.grad = view
         self.buckets.start_step()

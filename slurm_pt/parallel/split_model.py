@@ -144,7 +144,7 @@ class SplitModel(Generic[BatchT]):
 
         Gradients of earlier calls are zeroed. Collective; every dp rank gives as many.
         """
-        self.gradients.start_step()
+        self.gradients.start_step(len(micro_batches))
         loss = run_pipeline(
             self.chunks,
             micro_batches,

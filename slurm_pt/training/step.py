@@ -100,7 +100,7 @@ class TrainStep:
         The gradients are those of the scaled loss.
         """
         self.phase("forward_backward")
-        self.held.start_step()
+        self.held.start_step(len(micro_batches))
         loss = run_pipeline(
             self.model.chunks,
             micro_batches,

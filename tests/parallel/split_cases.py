@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,7 @@ VARIANTS = {
     "sequence first": ParallelConfig(sequence=True),
     "zero_bubble": ParallelConfig(schedule=Schedule.zero_bubble),
     "interleaved": ParallelConfig(schedule=Schedule.interleaved, virtual_stages=2),
+    "other micro-batches": ParallelConfig(),
     "uneven": ParallelConfig(stage_layers=[2, 5]),
 }
 Curve = tuple[list[float], list[float]]
@@ -162,7 +164,9 @@ def curves(wanted: dict[tuple[int, int, int], list[str]]) -> dict[Any, Curve]:
         groups = groups_of(layout)
         for variant in variants:
             part = part_of(variant, groups)
-            found[layout, variant] = train(part, torch.optim.AdamW(part.parameters(), lr=0.01))
+            sizes = [2, 1, 4, 2, 1] if variant == "other micro-batches" else [MICRO] * STEPS
+            optimizer = torch.optim.AdamW(part.parameters(), lr=0.01)
+            found[layout, variant] = train(part, optimizer, sizes=sizes)
         groups.close()
     return found
 
@@ -207,12 +211,16 @@ def _stored(values: dict[str, Tensor], name: str) -> Tensor:
 
 
 def train(
-    part: SplitModel[Tensor], optimizer: torch.optim.Optimizer, steps: range = range(STEPS)
+    part: SplitModel[Tensor],
+    optimizer: torch.optim.Optimizer,
+    steps: range = range(STEPS),
+    sizes: Sequence[int] = (MICRO,) * STEPS,
 ) -> Curve:
+    """Losses and norms, with micro-batches of a size of its own in each step."""
     losses, norms = [], []
     layout, place = part.groups.layout, part.groups.place
     for step in steps:
-        mine = tokens_of(step).chunk(layout.dp)[place.dp_rank].split(MICRO)
+        mine = tokens_of(step).chunk(layout.dp)[place.dp_rank].split(sizes[step])
         optimizer.zero_grad()  # habit; must do no harm
         losses.append(part.forward_backward(mine))
         norms.append(part.clip_gradients(CLIP))

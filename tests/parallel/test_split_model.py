@@ -8,6 +8,7 @@ pytestmark = pytest.mark.ranks
 
 TWO = {
     (2, 1, 1): ["plain", "tied", "grouped", "from meta", "sequence", "sequence first"],
+    (1, 1, 2): ["other micro-batches"],
     (1, 2, 1): ["plain", "tied", "zero_bubble", "interleaved", "uneven", "from meta"],
 }
 EIGHT = {(2, 2, 2): ["plain", "tied, sequence", "sequence first", "zero_bubble", "from meta"]}
