@@ -11,8 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from slurm_pt.parallel.split_model import cross_entropy, split
+    from slurm_pt.parallel.split_model import split
     from slurm_pt.parallel.split_plan import SplitPlan
+    from slurm_pt.parallel.vocabulary import cross_entropy
     from slurm_pt.program import main
     from slurm_pt.run import Run
     from slurm_pt.starting import start
@@ -36,7 +37,7 @@ _HOMES = {
     "start": "starting",
     "train": "worker",
     "split": "parallel.split_model",
-    "cross_entropy": "parallel.split_model",
+    "cross_entropy": "parallel.vocabulary",
     "SplitPlan": "parallel.split_plan",
 }
 

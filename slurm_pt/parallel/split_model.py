@@ -31,11 +31,11 @@ from slurm_pt.parallel.split_units import (
     Ties,
     UnitCall,
     UnitChunk,
+    border_message,
     call_unit,
     keep_units,
     stage_units,
 )
-from slurm_pt.parallel.vocabulary import vocab_parallel_cross_entropy
 from slurm_pt.parallel.weight_gradients import WeightGradients
 
 BatchT = TypeVar("BatchT")
@@ -83,20 +83,14 @@ def split(
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     roles = plan.assign([*names, *parameters], problems)
     units = plan.expand_units(names, problems)
-    sharing = groups.kv.size()
-    problems += role_problems(model, roles, groups.layout, kv_sharing=sharing)
-    zero_bubble = parallel.schedule is Schedule.zero_bubble
-    axis = TensorAxis.of(
-        groups,
-        sequence=parallel.sequence,
-        weight_gradients=WeightGradients() if zero_bubble else None,
-    )
+    problems += role_problems(model, roles, groups.layout, kv_sharing=groups.kv.size())
+    axis = _axis(groups, parallel)
     stages = stage_units(model, units, groups.layout.pp, parallel, problems)
     ties = Ties.between(model, stages, groups.layout.pp, problems)
     if axis.splits_sequence:
         problems += sequence_problems(model, roles)
     dtype = message_dtype or next(model.parameters()).dtype
-    message = _message(message_shape, dtype, plan, axis, len(stages), problems)
+    message = border_message(message_shape, dtype, plan, axis, len(stages), problems)
     if problems:
         raise ConfigError(problems)
     mine = range(groups.place.pp_rank, len(stages), groups.layout.pp)
@@ -272,39 +266,6 @@ class SplitModel(Generic[BatchT]):
         return all_reduce(loss, self.groups.world).item() / self.groups.layout.dp
 
 
-def cross_entropy(
-    logits: Tensor, targets: Tensor, groups: ProcessGroups, *, ignore_index: int = -100
-) -> Tensor:
-    """The mean of -log softmax(logits)[target] over the targets that are not `ignore_index`.
-
-    Shapes: logits [..., vocab / tp], as a layer with the role column gives them, targets [...].
-    They are never gathered. A scalar, the same on all tensor ranks.
-    """
-    losses = vocab_parallel_cross_entropy(logits, targets, axis=TensorAxis.of(groups))
-    counted = targets != ignore_index
-    return losses.masked_fill(~counted, 0.0).sum() / counted.sum()
-
-
-def _message(
-    shape: Sequence[int] | None,
-    dtype: torch.dtype,
-    plan: SplitPlan,
-    axis: TensorAxis,
-    stages: int,
-    problems: list[Problem],
-) -> Message | None:
-    """What crosses stages, of a rank's part of the sequence."""
-    if shape is None:
-        if stages > 1:
-            fix = "give what crosses stages for one micro-batch, such as (batch, seq, width)"
-            problems.append(Problem("message_shape", None, "stages have to know it", fix))
-        return None
-    local = list(shape)
-    if axis.splits_sequence:
-        seq_len = local[plan.sequence_dim]
-        if seq_len % axis.tp:
-            rule = f"parallel.sequence=true splits its dim {plan.sequence_dim} over tp={axis.tp}"
-            fix = f"make the sequence a multiple of {axis.tp}, or set parallel.sequence=false"
-            problems.append(Problem("message_shape", list(shape), rule, fix))
-        local[plan.sequence_dim] = seq_len // axis.tp
-    return Message(tuple(local), dtype)
+def _axis(groups: ProcessGroups, parallel: ParallelConfig) -> TensorAxis:
+    later = WeightGradients() if parallel.schedule is Schedule.zero_bubble else None
+    return TensorAxis.of(groups, sequence=parallel.sequence, weight_gradients=later)

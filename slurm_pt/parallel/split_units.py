@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from slurm_pt.config.schema import ParallelConfig
 from slurm_pt.errors import Problem
+from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.pipeline import Message
-from slurm_pt.parallel.split_plan import inside
+from slurm_pt.parallel.split_plan import SplitPlan, inside
 from slurm_pt.plan.layout import split_by_cost, split_layers
 
 BatchT = TypeVar("BatchT")
@@ -113,6 +115,31 @@ def stage_units(
             problems.append(Problem("parallel.stage_layers", list(sizes), str(error), fix))
             return [list(units)]
     return [[units[index] for index in span] for span in spans]
+
+
+def border_message(
+    shape: Sequence[int] | None,
+    dtype: torch.dtype,
+    plan: SplitPlan,
+    axis: TensorAxis,
+    stages: int,
+    problems: list[Problem],
+) -> Message | None:
+    """What crosses stages, of a rank's part of the sequence."""
+    if shape is None:
+        if stages > 1:
+            fix = "give what crosses stages for one micro-batch, such as (batch, seq, width)"
+            problems.append(Problem("message_shape", None, "stages have to know it", fix))
+        return None
+    local = list(shape)
+    if axis.splits_sequence:
+        seq_len = local[plan.sequence_dim]
+        if seq_len % axis.tp:
+            rule = f"parallel.sequence=true splits its dim {plan.sequence_dim} over tp={axis.tp}"
+            fix = f"make the sequence a multiple of {axis.tp}, or set parallel.sequence=false"
+            problems.append(Problem("message_shape", list(shape), rule, fix))
+        local[plan.sequence_dim] = seq_len // axis.tp
+    return Message(tuple(local), dtype)
 
 
 def keep_units(model: nn.Module, units: Sequence[str], mine: Sequence[str]) -> None:

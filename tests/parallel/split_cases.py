@@ -19,9 +19,10 @@ from slurm_pt.checkpoint.user_state import flatten, load_user_state
 from slurm_pt.config.choices import Schedule
 from slurm_pt.config.schema import ParallelConfig
 from slurm_pt.parallel.groups import create_groups
-from slurm_pt.parallel.split_model import SplitModel, cross_entropy, split
+from slurm_pt.parallel.split_model import SplitModel, split
 from slurm_pt.parallel.split_plan import SplitPlan
 from slurm_pt.parallel.tensor import Rows
+from slurm_pt.parallel.vocabulary import cross_entropy
 from slurm_pt.plan.layout import ParallelLayout
 from tests.checkpoint.toy import checkpointer
 from tests.ranks import REPOSITORY
