@@ -32,10 +32,11 @@ from slurm_pt.checkpoint.user_state import flatten, load_user_state
 from slurm_pt.config.choices import Schedule
 from slurm_pt.config.schema import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
+from slurm_pt.parallel.stored import stored_tensors
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.hugging_face import to_their_config
 from slurm_pt.training.optimizer import NamedAdamW
-from slurm_pt.training.rank_model import RankModel, stored_tensors
+from slurm_pt.training.rank_model import RankModel
 from tests.ranks import REPOSITORY, run_ranks
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _build(
     groups = _groups(degrees)
     built = RankModel(model, parallel=parallel, train=TRAIN, groups=groups)
     optimizer = NamedAdamW(dict(built.named_parameters()), TRAIN)
-    tensors, shards = stored_tensors(built, optimizer)
+    tensors, shards = stored_tensors(built, optimizer.state(), sharding=built.sharding)
     return groups, tensors, shards
 
 

@@ -191,12 +191,13 @@ class Run:
 
         `state` holds objects with state_dict() and load_state_dict() (models, optimizers,
         schedulers), tensors, and plain values; every rank's values are the same, as under
-        data-parallel training. The random state of each rank is added.
+        data-parallel training. The `state(optimizer)` of a split model gives each rank's parts,
+        which load into any layout. The random state of each rank is added.
         """
         from slurm_pt.checkpoint.user_state import flatten
 
-        tensors, tree = flatten(state)
-        self.save_tensors(step, tensors, shards={}, common={"tree": tree})
+        tensors, shards, tree = flatten(state)
+        self.save_tensors(step, tensors, shards=shards, common={"tree": tree})
 
     def save_tensors(
         self,

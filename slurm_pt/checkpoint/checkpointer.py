@@ -185,7 +185,7 @@ class Checkpointer:
         `allocate` takes the folder of the chosen checkpoint (`tensor_index.read_index` tells names,
         shapes and formats) and gives the tensors to fill.
         """
-        resumed = self._loader.load(allocate, shards or {}, own or {})
+        resumed = self._loader.load(allocate, {} if shards is None else shards, own or {})
         if resumed is not None:
             self.last_committed = resumed.step
         return resumed

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from slurm_pt.checkpoint.tensor_index import read_index
 from slurm_pt.errors import CheckpointError
+from slurm_pt.parallel.model_state import ModelState
+from slurm_pt.parallel.shard import Shard
 
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.checkpointer import Checkpointer
@@ -19,17 +21,28 @@ if TYPE_CHECKING:
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a state by name, and the rest as JSON that says where each belongs.
+def flatten(
+    state: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], dict[str, Shard], dict[str, Any]]:
+    """The tensors of a state by name, their shards, and the rest as JSON.
 
-    Raises CheckpointError for values that could only be stored as code (arbitrary objects).
+    The JSON says where each tensor belongs. A `ModelState` gives this rank's parts; anything else
+    is whole. Raises CheckpointError for values that could only be stored as code (arbitrary
+    objects).
     """
     tensors: dict[str, Tensor] = {}
-    tree = {
-        key: _flatten(value.state_dict() if hasattr(value, "state_dict") else value, key, tensors)
-        for key, value in state.items()
-    }
-    return tensors, tree
+    shards: dict[str, Shard] = {}
+    tree: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, ModelState):
+            parts, part_shards = value.tensors()
+            tensors |= {f"{key}/{name}": tensor.detach() for name, tensor in parts.items()}
+            shards |= {f"{key}/{name}": shard for name, shard in part_shards.items()}
+            tree[key] = {"parts": _flatten(value.settings(), key, tensors)}
+        else:
+            plain = value.state_dict() if hasattr(value, "state_dict") else value
+            tree[key] = _flatten(plain, key, tensors)
+    return tensors, shards, tree
 
 
 def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -85,19 +98,29 @@ def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Res
     other values cannot be handed back, so they belong into an object with a state dict.
     """
     tensors: dict[str, Tensor] = {}
-    own, _ = flatten({key: part for key, part in state.items() if _has_tensors(part)})
+    shards: dict[str, Shard] = {}
+    models = {key: value for key, value in state.items() if isinstance(value, ModelState)}
+    others = {key: part for key, part in state.items() if key not in models}
+    own, _, _ = flatten({key: part for key, part in others.items() if _has_tensors(part)})
 
     def allocate(path: Path) -> Mapping[str, Tensor]:
         for name, stored in read_index(path).items():
+            if name.partition("/")[0] in models:
+                continue
             # Into the object's own memory where it has it already: a model is not held twice. A
             # new optimizer has no moments yet, and takes those that it is given.
             mine = own.get(name)
             if mine is None or (mine.shape, mine.dtype) != (stored.shape, stored.dtype):
                 mine = torch.empty(stored.shape, dtype=stored.dtype)
             tensors[name] = mine
+        for key, model in models.items():
+            model.prepare()
+            parts, part_shards = model.tensors()
+            tensors.update({f"{key}/{name}": tensor for name, tensor in parts.items()})
+            shards.update({f"{key}/{name}": shard for name, shard in part_shards.items()})
         return tensors
 
-    resumed = checkpointer.resume_into(allocate)
+    resumed = checkpointer.resume_into(allocate, shards=shards)
     if resumed is None:
         return None
     tree = resumed.common["tree"]
@@ -108,6 +131,9 @@ def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Res
             f"{sorted(tree)}: give the same keys as to save"
         )
     for key, target in state.items():
+        if isinstance(target, ModelState):
+            target.load_settings(unflatten(tree[key]["parts"], tensors))
+            continue
         value = unflatten(tree[key], tensors)
         if hasattr(target, "load_state_dict"):
             target.load_state_dict(value)

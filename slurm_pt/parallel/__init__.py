@@ -2,7 +2,7 @@
 
 Takes: a `plan.layout.ParallelLayout` and an initialised `torch.distributed`.
 Gives: process groups, layers that hold a part of a matrix, the pipeline that carries out a
-schedule, and gradients summed over the copies.
+schedule, gradients summed over the copies, and any module split by a plan.
 Never: reads files or the configuration, knows of Slurm, decides which split is best, or keeps
 state between steps apart from the gradient buffers.
 

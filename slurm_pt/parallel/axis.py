@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 
@@ -45,6 +45,10 @@ class TensorAxis:
     @property
     def splits_sequence(self) -> bool:
         return self.sequence and self.tp > 1
+
+    def on_whole_sequence(self) -> TensorAxis:
+        """The same ranks, in a place where each has the whole sequence."""
+        return replace(self, sequence=False)
 
     def shard(self, dim: int, parts: int | None = None) -> Shard:
         """This rank's part along a dim."""

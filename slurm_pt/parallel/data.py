@@ -111,8 +111,17 @@ class GradientBuckets:
             )
             watch_gradient(parameter, lambda: self._note(index))
 
+    def relearn(self) -> None:
+        """Forget how often gradients are added to: from the next step on it is another number."""
+        self._expected = None
+
     def _note(self, index: int) -> None:
         """A gradient of this bucket was added to."""
+        if index in self._started:
+            raise RuntimeError(
+                "a gradient came after its sum over the dp ranks had started: every step must use "
+                "the same parameters as often as the first one did"
+            )
         self._added[index] += 1
         if self._alone or self._expected is None:
             return

@@ -67,6 +67,15 @@ class Shard:
         """What of the whole is held by a tensor of this shape, in the order of its numbers."""
         return [Box(self.offsets(local), tuple(local))]
 
+    def slices(self, local: Sequence[int]) -> tuple[slice, ...]:
+        """The part of the whole, to index it with.
+
+        >>> Shard(1, 2, 1).slices((3, 4))
+        (slice(0, 3, None), slice(4, 8, None))
+        """
+        begin = self.offsets(local)
+        return tuple(slice(b, b + n) for b, n in zip(begin, local, strict=True))
+
 
 WHOLE = Shard()
 

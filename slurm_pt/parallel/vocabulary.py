@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
-from slurm_pt.parallel.groups import all_reduce
+from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.tensor import sum_over_ranks
 from slurm_pt.parallel.weight_gradients import add_row_gradient
 
@@ -62,6 +62,19 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, *, axis: Tenso
         logits, targets, axis
     )
     return losses
+
+
+def cross_entropy(
+    logits: Tensor, targets: Tensor, groups: ProcessGroups, *, ignore_index: int = -100
+) -> Tensor:
+    """The mean of -log softmax(logits)[target] over the targets that are not `ignore_index`.
+
+    Shapes: logits [..., vocab / tp], as a layer with the role column gives them, targets [...].
+    They are never gathered. A scalar, the same on all tensor ranks.
+    """
+    losses = vocab_parallel_cross_entropy(logits, targets, axis=TensorAxis.of(groups))
+    counted = targets != ignore_index
+    return losses.masked_fill(~counted, 0.0).sum() / counted.sum()
 
 
 class _VocabCrossEntropy(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -102,3 +103,31 @@ def split_layers(
         raise ValueError(f"{list(sizes)} is no split of {num_layers} layers into {stages} stages")
     bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]
     return tuple(range(bounds[stage], bounds[stage + 1]) for stage in range(stages))
+
+
+def split_by_cost(costs: Sequence[float], stages: int) -> tuple[range, ...]:
+    """The items of each stage: contiguous, with the dearest stage as cheap as can be.
+
+    >>> [list(stage) for stage in split_by_cost([1, 1, 1, 1, 4], 2)]
+    [[0, 1, 2, 3], [4]]
+    """
+    if not 1 <= stages <= len(costs):
+        raise ValueError(f"{len(costs)} items cannot fill {stages} stages")
+    ends = [sum(costs[:number]) for number in range(len(costs) + 1)]
+    # best[n]: the dearest stage of the first n items, and where the last stage begins.
+    best = [(float("inf"), 0)] * (len(costs) + 1)
+    best[0] = (0.0, 0)
+    begins: list[list[int]] = []
+    for _ in range(stages):
+        best = [
+            min(
+                ((max(best[begin][0], ends[end] - ends[begin]), begin) for begin in range(end)),
+                default=(float("inf"), 0),
+            )
+            for end in range(len(costs) + 1)
+        ]
+        begins.append([begin for _, begin in best])
+    bounds = [len(costs)]
+    for of_stage in reversed(begins):
+        bounds.insert(0, of_stage[bounds[0]])
+    return tuple(range(first, last) for first, last in itertools.pairwise(bounds))

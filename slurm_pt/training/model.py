@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from slurm_pt.config.choices import DType, Recompute
 from slurm_pt.config.schema import ModelConfig
-from slurm_pt.parallel.axis import StoredPart, TensorAxis
-from slurm_pt.parallel.shard import WHOLE, Shard
-from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear, column_parallel_linear
-from slurm_pt.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from slurm_pt.parallel.axis import TensorAxis
+from slurm_pt.parallel.model_part import Piece, pieces_of, shared_gradients
+from slurm_pt.parallel.shard import WHOLE
+from slurm_pt.parallel.tensor import ColumnParallelLinear, column_parallel_linear
+from slurm_pt.parallel.vocabulary import vocab_parallel_cross_entropy
 from slurm_pt.training.dropout import seed_of
 from slurm_pt.training.layers import Build, Embedding, Layer
 from slurm_pt.training.micro_batch import MicroBatch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 TOKEN_EMBEDDING = "embedding.tokens.weight"  # noqa: S105 (a name, not a secret)
 HEAD = "head.weight"
-SPLIT_LAYERS = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 def compute_dtype(dtype: DType) -> torch.dtype:
@@ -50,21 +46,6 @@ def parameter_dtype(dtype: DType) -> torch.dtype:
     weight would be lost.
     """
     return torch.float64 if dtype is DType.float64 else torch.float32
-
-
-class Piece(NamedTuple):
-    """A part of a parameter that is stored, and initialised, as a tensor of its own."""
-
-    parameter: str
-    rows: slice
-    """Of the parameter, along dim 0."""
-    stored: str
-    """The name in checkpoints, the same in every layout."""
-    shard: Shard
-
-    def of(self, tensor: Tensor) -> Tensor:
-        """The piece's view of the parameter, or of a tensor of its shape (gradient, moment)."""
-        return tensor if self.rows == slice(None) else tensor[self.rows]
 
 
 @dataclass(frozen=True)
@@ -156,14 +137,10 @@ class GPTStage(nn.Module):
     def pieces(self) -> list[Piece]:
         """All of this rank's parameters, cut into what is stored under names of its own."""
         copies = self.tied_copies()
-        found = []
-        for prefix, module in self.named_modules():
-            for name, _ in module.named_parameters(recurse=False):
-                parameter = f"{prefix}.{name}" if prefix else name
-                for part in _stored_parts(module, name):
-                    stored = TOKEN_EMBEDDING if parameter in copies else _join(prefix, part.name)
-                    found.append(Piece(parameter, part.rows, stored, part.shard))
-        return found
+        return [
+            piece._replace(stored=TOKEN_EMBEDDING) if piece.parameter in copies else piece
+            for piece in pieces_of(self)
+        ]
 
     def tied_copies(self) -> frozenset[str]:
         """The parameters that are copies of one on another stage."""
@@ -193,14 +170,7 @@ class GPTStage(nn.Module):
 
         Sum them over the ranks that share a key/value head (`ProcessGroups.kv`), once a step.
         """
-        parameters = dict(self.named_parameters())
-        shared = []
-        for piece in self.pieces():
-            gradient = parameters[piece.parameter].grad
-            is_shared = piece.shard != WHOLE and piece.shard.parts < self.axis.tp
-            if is_shared and gradient is not None:
-                shared.append(piece.of(gradient))
-        return shared
+        return shared_gradients(self, tp=self.axis.tp)
 
     @torch.no_grad()
     def _initialise(self) -> None:
@@ -224,20 +194,4 @@ class GPTStage(nn.Module):
             residual = piece.stored.endswith(("attention.output.weight", "ffn.down.weight"))
             std = residual_std if residual else self.config.init_std
             full.normal_(0.0, std, generator=generator)
-            begin = piece.shard.offsets(local.shape)
-            part = tuple(slice(b, b + n) for b, n in zip(begin, local.shape, strict=True))
-            local.copy_(full[part])
-
-
-def _stored_parts(module: nn.Module, parameter: str) -> Iterator[StoredPart]:
-    if isinstance(module, SPLIT_LAYERS):
-        yield from module.stored_parts(parameter)
-    else:
-        yield StoredPart(parameter, slice(None), WHOLE)
-
-
-def _join(prefix: str, name: str) -> str:
-    """A name relative to a module, from the root; "../" leads to the module's parent."""
-    while name.startswith("../"):
-        prefix, name = prefix.rpartition(".")[0], name.removeprefix("../")
-    return f"{prefix}.{name}" if prefix else name
+            local.copy_(full[piece.shard.slices(local.shape)])

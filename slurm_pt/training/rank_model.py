@@ -12,20 +12,18 @@ from typing import TYPE_CHECKING
 from slurm_pt.config.choices import Schedule
 from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
-from slurm_pt.parallel.shard import Fragment
+from slurm_pt.parallel.model_part import Piece
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.parallel.zero import ShardedParameters
 from slurm_pt.plan.layout import split_layers
-from slurm_pt.training.model import GPTStage, Piece, StageSpan
+from slurm_pt.training.model import GPTStage, StageSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from torch import Tensor, nn
 
     from slurm_pt.parallel.groups import ProcessGroups
-    from slurm_pt.parallel.shard import Shard
-    from slurm_pt.training.optimizer import NamedAdamW
 
 
 class RankModel:
@@ -118,58 +116,3 @@ class RankModel:
         """This rank's copy of a token embedding that two ranks hold; None if none does."""
         copies = [chunk.tied_parameter() for chunk in self.chunks]
         return next((copy for copy in copies if copy is not None), None)
-
-
-def stored_tensors(
-    model: RankModel, optimizer: NamedAdamW
-) -> tuple[dict[str, Tensor], dict[str, Shard]]:
-    """Everything to be saved by its stored name, and which part of the whole it is.
-
-    The names are the same in every layout and for every schedule.
-    """
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    moments = {f"optimizer/{kind}": held for kind, held in optimizer.state().items()}
-    tensors, shards = stored_pieces(model, {"model": weights})
-    stored = stored_pieces if model.sharding is None else _stored_fragments
-    of_moments, shards_of_moments = stored(model, moments)
-    return tensors | of_moments, shards | shards_of_moments
-
-
-def stored_pieces(
-    model: RankModel, held: Mapping[str, Mapping[str, Tensor]]
-) -> tuple[dict[str, Tensor], dict[str, Shard]]:
-    """What is held of each kind for every parameter, as `stored_tensors` gives it."""
-    tensors: dict[str, Tensor] = {}
-    shards: dict[str, Shard] = {}
-    for piece in model.pieces():
-        for kind, by_parameter in held.items():
-            tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
-            shards[f"{kind}/{piece.stored}"] = piece.shard
-    return tensors, shards
-
-
-def _stored_fragments(
-    model: RankModel, moments: Mapping[str, Mapping[str, Tensor]]
-) -> tuple[dict[str, Tensor], dict[str, Shard]]:
-    """The same for moments of what this replica owns of each parameter."""
-    parameters = dict(model.named_parameters())
-    tensors: dict[str, Tensor] = {}
-    shards: dict[str, Shard] = {}
-    for piece in model.pieces():
-        parameter = parameters[piece.parameter].detach()
-        for kind, by_parameter in moments.items():
-            name, moment = f"{kind}/{piece.stored}", by_parameter[piece.parameter]
-            tensors[name], shards[name] = _fragment(model, piece, parameter, moment)
-    return tensors, shards
-
-
-def _fragment(
-    model: RankModel, piece: Piece, parameter: Tensor, moment: Tensor
-) -> tuple[Tensor, Fragment]:
-    """What this replica has of a piece's moment: a part of that of the parameter, which is flat."""
-    rows = piece.of(parameter)
-    owned, all_owned = model.owned(rows), model.owned(parameter)
-    begin = owned.storage_offset() - rows.storage_offset()
-    at = owned.storage_offset() - all_owned.storage_offset()
-    numbers = range(begin, begin + owned.numel())
-    return moment[at : at + owned.numel()], Fragment.of(piece.shard, rows.shape, numbers)

@@ -17,14 +17,8 @@ from torch import Tensor
 
 from slurm_pt.config.batch_rules import num_microbatches
 from slurm_pt.errors import DivergedError
-from slurm_pt.parallel.data import (
-    GradientBuckets,
-    clip_factor,
-    counts_here,
-    squared_norm,
-    sum_gradients,
-    sum_tied_gradient,
-)
+from slurm_pt.parallel.data import clip_factor
+from slurm_pt.parallel.gradients import Gradients
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.pipeline import Message, run_forward_pipeline, run_pipeline
 from slurm_pt.parallel.reduction import Reduction
@@ -86,16 +80,7 @@ class TrainStep:
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
-        self.buckets = GradientBuckets(
-            model.parameters(), group=groups.dp, reduction=reduction, sharding=model.sharding
-        )
-        # All that follows a sum over dp concerns what is owned here alone.
-        owned, tied = self.buckets.owned, model.tied_parameter()
-        partial = [p.grad for p in model.partial_gradients() if p.grad is not None]
-        self.partial = [owned(gradient) for gradient in partial]
-        self.shared = [owned(gradient) for gradient in model.shared_gradients()]
-        self.tied = None if tied is None or tied.grad is None else owned(tied.grad)
-        self.counted, self.copies = _counted_gradients(model, groups)
+        self.held = Gradients(model, groups, reduction=reduction, sharding=model.sharding)
         shape = model.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
         )
@@ -113,7 +98,7 @@ class TrainStep:
         """
         alone = self.is_local(step)
         self.phase("forward_backward")
-        self.buckets.start_step(step, alone=alone)
+        self.held.start_step(len(micro_batches), step=step, alone=alone)
         loss = run_pipeline(
             self.model.chunks,
             micro_batches,
@@ -125,33 +110,23 @@ class TrainStep:
             loss_scale=self.loss_scale.factor / (1 if alone else self.groups.layout.dp),
         )
         self.phase("average")
-        self.buckets.finish_sum()
-        sum_gradients(self.partial, self.groups.tp)
-        sum_gradients(self.shared, self.groups.kv)
-        sum_tied_gradient(self.tied, self.groups)
+        self.held.finish()
         if self.groups.place.tp_rank != 0:  # each tp rank has the whole loss: count it once
             loss.zero_()
         return loss / self.groups.layout.dp
 
     def reduce(self, step: int, loss: Tensor, *, stop: bool, save: bool, blank: bool) -> Totals:
         """The one collective over all ranks."""
-        device, place = self.groups.device, self.groups.place
-        # Replicas have one norm together, or in a local step each its own: a number for each.
-        norms, own = (self.groups.layout.dp, place.dp_rank) if self.is_local(step) else (1, 0)
-        squares = torch.zeros(norms, dtype=torch.float64, device=device)
-        if norms > 1 or self.model.sharding is not None or place.dp_rank == 0:
-            # 0 times a number is 0, but for those that are not finite: they spoil the sum.
-            spoilt = 0.0 * squared_norm(self.copies, device=device)
-            squares[own] = squared_norm(self.counted, device=device) + spoilt
+        squares = self.held.squares(alone=self.is_local(step))
         flags = torch.tensor([stop, save, blank], dtype=torch.float64)
-        sums = torch.cat([torch.stack([loss]), squares, flags.to(device)])
+        sums = torch.cat([torch.stack([loss]), squares, flags.to(self.groups.device)])
         loss_sum, *rest = all_reduce(sums, self.groups.world).tolist()
+        norms, factor = len(squares), self.loss_scale.factor
         stops, saves, blanks = (count > 0 for count in rest[norms:])
-        factor = self.loss_scale.factor
         return Totals(
             loss=loss_sum,
             grad_norm=math.sqrt(sum(rest[:norms]) / norms) / factor,
-            replica_norm=math.sqrt(rest[own]) / factor,
+            replica_norm=math.sqrt(rest[self.groups.place.dp_rank % norms]) / factor,
             stop=stops,
             save=saves,
             blank=blanks,
@@ -201,11 +176,11 @@ class TrainStep:
             clip = clip_factor(totals.replica_norm, self.config.grad_clip)
             factor = clip / self.loss_scale.factor
             if factor != 1.0:
-                self.buckets.scale(factor)
+                self.held.scale(factor)
             self.optimizer.step(lr)
             if self.model.sharding is not None:
                 self.model.sharding.gather()
-            self.buckets.reduction.keep()
+            self.held.buckets.reduction.keep()
         self.loss_scale.note(overflow=overflow)
         return not overflow
 
@@ -214,26 +189,3 @@ class TrainStep:
         if self.local is not None:
             self.phase("synchronise")
             self.local.synchronise_if_due(step)
-
-
-def _counted_gradients(
-    model: RankModel, groups: ProcessGroups
-) -> tuple[list[Tensor], list[Tensor]]:
-    """The gradients that this rank counts in its replica's norm, and those another counts for it.
-
-    Views into the buckets, of what is owned here. A tied copy counts nowhere: the embedding on the
-    first stage has the same gradient.
-    """
-    parameters, tied = dict(model.named_parameters()), model.tied_copies()
-    counted, copies = [], []
-    for piece in model.pieces():
-        gradient = parameters[piece.parameter].grad
-        if gradient is None:
-            raise ValueError(f"{piece.parameter} has no gradient buffer")
-        if piece.parameter in tied:
-            continue
-        if counts_here(piece.shard, groups):
-            counted.append(model.owned(piece.of(gradient)))
-        else:
-            copies.append(model.owned(piece.of(gradient)))
-    return counted, copies

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from slurm_pt.training.rank_model import stored_pieces, stored_tensors
+from slurm_pt.parallel.stored import stored_pieces, stored_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ def stored_state(
     local: LocalUpdates | None,
 ) -> StoredState:
     """Everything to be saved. With local updates, all replicas have the agreed weights."""
-    tensors, shards = stored_tensors(model, optimizer)
+    tensors, shards = stored_tensors(model, optimizer.state(), sharding=model.sharding)
     if local is None:
         return StoredState(tensors, shards, own=reduction.state())
     agreed, shards = stored_pieces(model, local.state())

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from slurm_pt.parallel.stored import stored_tensors
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import train_loop
 from slurm_pt.training.optimizer import NamedAdamW
-from slurm_pt.training.rank_model import RankModel, stored_tensors
+from slurm_pt.training.rank_model import RankModel
 from tests.checkpoint.toy import checkpointer
 from tests.training.cases import (
     LLAMA,
@@ -162,14 +163,14 @@ def _save(
 ) -> None:
     assert folder is not None
     assert step == SAVED_AT
-    tensors, shards = stored_tensors(model, optimizer)
+    tensors, shards = stored_tensors(model, optimizer.state(), sharding=model.sharding)
     checkpointer(folder, groups).save(
         step, tensors, shards=shards, rank_state={}, common={}, wait=True
     )
 
 
 def _load(loader: Checkpointer, model: RankModel, optimizer: NamedAdamW) -> int:
-    tensors, shards = stored_tensors(model, optimizer)
+    tensors, shards = stored_tensors(model, optimizer.state(), sharding=model.sharding)
     resumed = loader.resume(tensors, shards=shards)
     assert resumed is not None
     optimizer.set_step(resumed.step)
