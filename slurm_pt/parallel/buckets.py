@@ -41,10 +41,11 @@ def in_buckets(
 
 def flat_views(parameters: list[nn.Parameter], parts: int = 1) -> tuple[Tensor, list[Tensor]]:
     """A zeroed buffer of `parts` equal parts, and a view into it for each parameter."""
-    sizes = [parameter.numel() for parameter in parameters]
+    total = sum(parameter.numel() for parameter in parameters)
     first = parameters[0]
-    buffer = torch.zeros(padded(sum(sizes), parts), dtype=first.dtype, device=first.device)
-    slices = torch.split(buffer[: sum(sizes)], sizes)
-    return buffer, [
-        part.view(parameter.shape) for parameter, part in zip(parameters, slices, strict=True)
-    ]
+    buffer = torch.zeros(padded(total, parts), dtype=first.dtype, device=first.device)
+    views, offset = [], 0
+    for parameter in parameters:
+        views.append(buffer[offset : offset + parameter.numel()].view_as(parameter))
+        offset += parameter.numel()
+    return buffer, views

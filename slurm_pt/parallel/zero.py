@@ -55,7 +55,10 @@ class ShardedParameters:
         """
         numel = view.untyped_storage().nbytes() // view.element_size()
         part = owned_range(numel, dp=self.group.size(), dp_rank=self.group.rank())
-        begin, end = (min(max(at - view.storage_offset(), 0), view.numel()) for at in _ends(part))
+        begin, end = (
+            min(max(border - view.storage_offset(), 0), view.numel())
+            for border in (part.start, part.stop)
+        )
         return view.detach().view(-1)[begin:end]
 
     def gather(self) -> None:
@@ -116,10 +119,6 @@ class _ExchangedSum:
     def wait(self) -> None:
         self.work.wait()
         torch.sum(self.parts, dim=0, out=self.own)
-
-
-def _ends(part: range) -> tuple[int, int]:
-    return part.start, part.stop
 
 
 @torch.no_grad()

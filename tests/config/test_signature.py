@@ -58,12 +58,16 @@ def test_keys_of_mixed_types_can_be_signed():
         ("run_root", "/elsewhere"),
         ("name", "other"),
         ("data__prefetch", 7),
-        ("parallel__zero", 1),
         ("train__offload_optimizer", True),
     ],
 )
 def test_what_does_not_change_the_result_does_not_change_the_signature(key, value):
     assert signature(small_config(**{key: value})) == signature(small_config())
+
+
+def test_who_keeps_the_optimizers_state_does_not_change_the_signature():
+    split = small_config(parallel__dp=2, parallel__zero=1)
+    assert signature(split) == signature(small_config(parallel__dp=2))
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ def test_offloading_changes_nothing_on_a_cpu():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_a_gpu_an_offloaded_update_equals_one_on_the_device():
     made = parameters()
     named = {name: nn.Parameter(parameter.detach().cuda()) for name, parameter in made.items()}

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
 
-SHORT = replace(TRAIN, steps=10)
+SHORT = replace(TRAIN, steps=8)
 MODELS = {
     "tied": MODEL,
     "one key head": replace(LLAMA, num_kv_heads=1),
