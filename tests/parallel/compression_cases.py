@@ -22,18 +22,20 @@ SHAPES = [(24, 16), (7,), (3, 5), (16, 2, 12), (40, 16)]
 RANK = 3
 
 
-def together() -> dict[str, Any]:
-    """All cases, in one launch."""
-    groups = make(1, 1, dist.get_world_size())
-    found = {
-        "halves": halves(groups),
-        "torch": differences_from_torch(groups),
-        "low rank": low_rank_gradients(groups),
-        "not kept": steps_that_do_not_count(groups),
-        "start": first_steps(groups),
-        "not finite": not_finite(groups),
-    }
-    groups.close()
+def on_four() -> dict[int, dict[str, Any]]:
+    """All cases with four replicas, and with two of two tensor ranks each, by their number."""
+    found = {}
+    for layout in ((1, 1, 4), (2, 1, 2)):
+        groups = make(*layout)
+        found[groups.layout.dp] = {
+            "halves": halves(groups),
+            "torch": differences_from_torch(groups),
+            "low rank": low_rank_gradients(groups),
+            "not kept": steps_that_do_not_count(groups),
+            "start": first_steps(groups),
+            "not finite": not_finite(groups),
+        }
+        groups.close()
     return found
 
 
@@ -173,7 +175,7 @@ def low_rank_gradients(groups: ProcessGroups) -> float:
     own = gradient(3, groups, (24, RANK)) @ gradient(4, groups, (RANK, 16))
     own = own if groups.place.dp_rank == 0 else torch.zeros_like(own)
     parameter.grad.add_(own)
-    dist.broadcast(own, 0)
+    dist.all_reduce(own, group=groups.dp)
     buckets.finish_sum()
     return (parameter.grad - own).abs().max().item()
 
