@@ -1,4 +1,4 @@
-"""Loading and converting take little memory beside what is loaded; and loops of one's own go on."""
+"""Loading and converting take little memory beside what is loaded."""
 
 from __future__ import annotations
 
@@ -108,12 +108,6 @@ def test_a_load_takes_no_more_than_its_buffer_beside_what_is_loaded(tmp_path):
             assert equal
             # And what ranks tell each other about the plan.
             assert taken < BUFFER_BYTES + held / 50
-
-
-@pytest.mark.ranks
-def test_a_loop_of_ones_own_goes_on_bit_for_bit_in_the_memory_it_has(tmp_path):
-    for found in run_ranks(2, "tests.checkpoint.memory_cases:own_loop_goes_on", tmp_path):
-        assert found == dict.fromkeys(found, True)
 
 
 FAMILIES = {
