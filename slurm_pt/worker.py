@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurm_pt.checkpoint.base_model import BaseModel
 from slurm_pt.config import RunConfig, read_config
 from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
@@ -77,6 +78,8 @@ class _Trainer:
     dataset: Any
     loss_scale: LossScale
     last_loss: float | None = None
+    base: BaseModel | None = None
+    """What the adapters belong to; None: there are none, or it is not loaded yet."""
 
     def tensors(self) -> tuple[dict[str, Any], dict[str, Shard]]:
         """Everything to be saved by its stored name, and which part of the whole it is."""
@@ -88,16 +91,30 @@ class _Trainer:
         """The step to go on from; 0 for a run that has no checkpoint yet."""
         tensors, shards = self.tensors()
         resumed = run.checkpointer.resume(tensors, shards=shards)
+        has_adapters = self.config.lora.rank is not None
+        if resumed is None or has_adapters:  # checkpoints of adapters do not hold their base
+            base = self._load_base(run)
+            self.base = base if has_adapters else None
         if resumed is None:
-            if self.config.train.init_from is not None:
-                weights = {name: t for name, t in tensors.items() if name.startswith("model/")}
-                path = Path(self.config.train.init_from).expanduser()
-                run.checkpointer.load_weights(path, weights, shards=shards)
             return 0
+        if self.base is not None:
+            stored = BaseModel.of(resumed.common)
+            if stored is not None:
+                stored.require(self.base)
         self.optimizer.set_step(resumed.common.get("updates", resumed.step))
         self.loss_scale.load(resumed.common.get("loss_scale"))
         run.note_resumed(resumed.step, resumed.skipped)
         return resumed.step
+
+    def _load_base(self, run: Run) -> BaseModel:
+        """The weights that the run starts from; random ones are there already."""
+        from slurm_pt.training.rank_model import base_tensors
+
+        if self.config.train.init_from is None:
+            return BaseModel(seed=self.config.train.seed)
+        tensors, shards = base_tensors(self.model)
+        path = Path(self.config.train.init_from).expanduser()
+        return run.checkpointer.load_weights(path, tensors, shards=shards)
 
     def train(self, run: Run, first_step: int) -> Any:
         from slurm_pt.training.loop import train_loop
@@ -144,6 +161,8 @@ class _Trainer:
             "updates": self.optimizer.updates,
             "loss_scale": self.loss_scale.state(),
         }
+        if self.base is not None:
+            common |= self.base.record()
         run.save_tensors(step, tensors, shards=shards, common=common)
 
     def save_and_stop(self, run: Run, step: int) -> None:
@@ -167,8 +186,14 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
 
-    model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
-    optimizer = NamedAdamW(dict(model.named_parameters()), config.train)
+    model = RankModel(
+        config.model,
+        parallel=config.parallel,
+        train=config.train,
+        groups=run.groups,
+        lora=config.lora,
+    )
+    optimizer = NamedAdamW(model.trained_parameters(), config.train)
     dataset = TokenDataset(
         _data_paths(run, config),
         seq_len=config.train.seq_len,

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from slurm_pt.config.lora_rules import lora_rules
 from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
@@ -27,7 +28,11 @@ _J = TypeVar("_J", bound=JobConfig)
 
 SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_root", "name")
 """Keys that do not change what a run computes, and so do not name its folder."""
-KEYS_WITHOUT_INFLUENCE = (("data", "prefetch"), ("train", "recompute"))
+KEYS_WITHOUT_INFLUENCE = (
+    ("data", "prefetch"),
+    ("train", "recompute"),
+    ("train", "recompute_stages"),
+)
 """The same, within sections that do."""
 LONGEST_SIGNAL_LEAD_S = 65535
 """The largest number that sbatch takes in --signal."""
@@ -140,6 +145,8 @@ def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
         if origin is list and inner and dataclasses.is_dataclass(inner[0]):
             if isinstance(value, list):
                 return _sections(key, value, typing.cast("type", inner[0]), problems)
+        elif origin is list and inner and isinstance(value, list):
+            return [_typed(f"{key}[{n}]", v, inner[0], problems) for n, v in enumerate(value)]
         elif isinstance(origin, type) and issubclass(origin, Enum):
             if isinstance(value, str) and value in origin.__members__:
                 return origin[value]
@@ -191,6 +198,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from _positive_rules(config)
         yield from model_rules(config)
         yield from stage_rules(config)
+        yield from lora_rules(config)
         yield from _batch_rules(config)
         yield from _data_rules(config)
 

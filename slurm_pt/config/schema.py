@@ -35,6 +35,8 @@ class ModelConfig:
 
     num_layers: int = MISSING
     """Transformer layers. At least parallel.pp."""
+    share_layers: int = 1
+    """So many layers, one after another, use one set of weights; 1: each has its own."""
     hidden_size: int = MISSING
     """Width of the residual stream. Divisible by num_heads and parallel.tp."""
     num_heads: int = MISSING
@@ -151,12 +153,32 @@ class TrainConfig:
     """float16: steps without an overflow after which the factor is doubled."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again instead of keeping it: none, selective or full."""
+    recompute_stages: list[Recompute] | None = None
+    """The same for each of the pp * virtual_stages stages, in order; null: as train.recompute."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and the dropout masks, in any layout."""
     eval_interval: int | None = None
     """Steps between two evaluations on the held-out tokens; null: never."""
     eval_batches: int = 8
     """Global batches of one evaluation; always the same ones."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights (LoRA)."""
+
+    rank: int | None = None
+    """Of each adapter: W x + alpha / rank * B A x, A [rank, in], B [out, rank]; null: no adapters,
+    all weights are trained."""
+    alpha: float = 16.0
+    """Scale of the adapters, divided by the rank."""
+    targets: list[str] = field(default_factory=lambda: ["query", "value"])
+    """Which linear layers get one: of query, key, value, attention.output, gate, up and down."""
+
+    @property
+    def scale(self) -> float:
+        """Of what the adapters give; 0 where there are none."""
+        return 0.0 if self.rank is None else self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -311,6 +333,7 @@ class RunConfig(JobConfig):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slurm_pt.config.choices import Schedule
-from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from slurm_pt.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.layout import split_layers
+from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.model import GPTStage, Piece, StageSpan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -40,6 +41,7 @@ class RankModel:
         parallel: ParallelConfig,
         train: TrainConfig,
         groups: ProcessGroups,
+        lora: LoraConfig = NO_LORA,
     ):
         pp, virtual_stages = groups.layout.pp, parallel.virtual_stages
         if pp == 1 and virtual_stages > 1 and config.tie_embeddings:
@@ -49,7 +51,10 @@ class RankModel:
         zero_bubble = self.schedule is Schedule.zero_bubble
         self.weight_gradients = WeightGradients() if zero_bubble else None
         stages = pp * virtual_stages
-        layers = split_layers(config.num_layers, stages, parallel.stage_layers)
+        layers = split_layers(
+            config.num_layers, stages, parallel.stage_layers, share=config.share_layers
+        )
+        recompute = train.recompute_stages or [train.recompute] * stages
         axis = TensorAxis.of(
             groups, sequence=parallel.sequence, weight_gradients=self.weight_gradients
         )
@@ -61,7 +66,8 @@ class RankModel:
                 device=groups.device,
                 dtype=train.dtype,
                 seed=train.seed,
-                recompute=train.recompute,
+                recompute=recompute[stage],
+                lora=lora,
             )
             for stage in range(groups.place.pp_rank, stages, pp)
         ]
@@ -75,14 +81,23 @@ class RankModel:
         for chunk in self.chunks:
             yield from chunk.parameters()
 
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are not frozen: with adapters the adapters, else all."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
+
     def train(self, training: bool) -> None:
         """Switches dropout on, or off for an evaluation."""
         for chunk in self.chunks:
             chunk.train(training)
 
     def pieces(self) -> list[Piece]:
-        """What is stored of all chunks."""
+        """How all chunks are cut into what is stored."""
         return [piece for chunk in self.chunks for piece in chunk.pieces()]
+
+    def trained_pieces(self) -> list[Piece]:
+        """Those of what is not frozen."""
+        trained = self.trained_parameters()
+        return [piece for piece in self.pieces() if piece.parameter in trained]
 
     def partial_gradients(self) -> list[nn.Parameter]:
         """To be summed over the tensor group, once a step; see `GPTStage.partial_gradients`."""
@@ -111,15 +126,30 @@ def stored_tensors(
 ) -> tuple[dict[str, Tensor], dict[str, Shard]]:
     """Everything to be saved by its stored name, and which part of the whole it is.
 
-    The names are the same in every layout and for every schedule.
+    The names are the same in every layout and for every schedule. Frozen weights are not saved.
     """
-    held = {"model": {name: parameter.detach() for name, parameter in model.named_parameters()}}
+    held: dict[str, Mapping[str, Tensor]] = {"model": _detached(model)}
     for kind, moments in optimizer.state().items():
         held[f"optimizer/{kind}"] = moments
     tensors: dict[str, Tensor] = {}
     shards: dict[str, Shard] = {}
-    for piece in model.pieces():
+    for piece in model.trained_pieces():
         for kind, by_parameter in held.items():
             tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])
             shards[f"{kind}/{piece.stored}"] = piece.shard
     return tensors, shards
+
+
+def base_tensors(model: RankModel) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+    """The weights to be loaded from another run's checkpoint, as `stored_tensors` gives them.
+
+    All but adapters, which a run begins for itself.
+    """
+    parameters = _detached(model)
+    pieces = [piece for piece in model.pieces() if not piece.is_adapter]
+    tensors = {f"model/{piece.stored}": piece.of(parameters[piece.parameter]) for piece in pieces}
+    return tensors, {f"model/{piece.stored}": piece.shard for piece in pieces}
+
+
+def _detached(model: RankModel) -> dict[str, Tensor]:
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

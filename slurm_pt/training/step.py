@@ -94,7 +94,7 @@ class TrainStep:
         self.config, self.groups, self.phase = config, groups, phase
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
-        self.buckets = GradientBuckets(model.parameters(), group=groups.dp)
+        self.buckets = GradientBuckets(model.trained_parameters().values(), group=groups.dp)
         self.counted, self.copies = _counted_gradients(model, groups)
         shape = model.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len
@@ -200,7 +200,7 @@ def _counted_gradients(
     """
     parameters, tied = dict(model.named_parameters()), model.tied_copies()
     counted, copies = [], []
-    for piece in model.pieces():
+    for piece in model.trained_pieces():
         gradient = parameters[piece.parameter].grad
         if gradient is None:
             raise ValueError(f"{piece.parameter} has no gradient buffer")

@@ -41,7 +41,7 @@ def counted_and_planned(
     config = ParallelConfig(**parallel | {"schedule": Schedule(parallel["schedule"])})
     model = build(model_config, ONE_STEP, groups, config)
     optimizer = NamedAdamW(dict(model.named_parameters()), ONE_STEP)
-    with _counting(groups) as sent:
+    with counting(groups) as sent:
         train_loop(
             model=model,
             optimizer=optimizer,
@@ -61,7 +61,7 @@ def counted_and_planned(
 
 
 @contextmanager
-def _counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
+def counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
     sent: dict[str, float] = defaultdict(float)
     purposes = {
         id(groups.tp): "tensor",
