@@ -10,5 +10,6 @@ silence when checkpoints are there but cannot be used.
 reads tensors for torch.distributed.checkpoint, `state` says which tensors this rank saves,
 `random_state` the random generators. `checkpointer` is what the ranks call: `saving` is a
 snapshot's way to disk, `resuming` the way back, `verification` the look at checksums by all ranks.
+`base_model` says which weights adapters belong to, `whole_model` merges them,
 `hugging_face` converts from and to Hugging Face folders.
 """

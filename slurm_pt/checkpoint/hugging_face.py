@@ -24,13 +24,8 @@ from torch import Tensor
 
 from slurm_pt.checkpoint import store
 from slurm_pt.checkpoint.store import FileRecord, Manifest
-from slurm_pt.checkpoint.tensor_files import (
-    INDEX,
-    read_index,
-    read_whole,
-    render_index,
-    tensor_file,
-)
+from slurm_pt.checkpoint.tensor_files import INDEX, render_index, tensor_file
+from slurm_pt.checkpoint.whole_model import WholeModel
 from slurm_pt.config.schema import ModelConfig
 from slurm_pt.errors import CheckpointError
 from slurm_pt.training.hugging_face import TheirTensor, from_their_config, their_tensors
@@ -165,27 +160,25 @@ def _write_description(source: Path, target: Path, config: ModelConfig) -> None:
 
 
 def convert_to(
-    checkpoint: Path, target: Path, *, their_config: Mapping[str, Any], dtype: str | None
+    model: WholeModel, target: Path, *, their_config: Mapping[str, Any], dtype: str | None
 ) -> list[Path]:
-    """The files of a Hugging Face folder with the weights of one committed checkpoint.
+    """The files of a Hugging Face folder with the weights of a model.
 
     Args:
-        checkpoint: A folder `step_N`.
+        model: What `open_model` gives for a committed checkpoint.
         target: A new folder.
         their_config: What config.json is to hold; it says which model it is.
         dtype: Of the stored weights, such as bfloat16; None: as they are.
     """
     config = from_their_config(dict(their_config))
-    index = read_index(checkpoint)
+    model.require(their_tensors(config))
     groups: dict[str, list[tuple[str, TheirTensor]]] = {}
     for ours, entry in their_tensors(config).items():
-        if f"model/{ours}" not in index:
-            raise CheckpointError(f"{checkpoint} has no model/{ours}: it is of another model")
         groups.setdefault(entry.name, []).append((ours, entry))
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, members in groups.items():
-            parts = [read_whole(checkpoint, index[f"model/{ours}"]) for ours, _ in members]
+            parts = [model.read(ours) for ours, _ in members]
             if members[0][0] in VOCABULARY:
                 parts = [part[: config.vocab_size] for part in parts]
             tensor = parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -35,8 +35,6 @@ class ModelConfig:
 
     num_layers: int = MISSING
     """Transformer layers. At least parallel.pp."""
-    share_layers: int = 1
-    """So many layers, one after another, use one set of weights; 1: each has its own."""
     hidden_size: int = MISSING
     """Width of the residual stream. Divisible by num_heads and parallel.tp."""
     num_heads: int = MISSING
@@ -79,6 +77,8 @@ class ModelConfig:
     """Probability that a residual or embedding element is dropped, 0 to 1."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; residual outputs get it / sqrt(2 * num_layers)."""
+    share_layers: int = 1
+    """So many layers, one after another, use one set of weights; 1: each has its own."""
 
     @property
     def kv_heads(self) -> int:

@@ -1,44 +1,66 @@
-"""Adapters on frozen weights: the same in every layout, and what a plain model gives."""
+"""Adapters and shared layers: every layout gives what one process gives, wherever it goes on."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
+from slurm_pt.checkpoint.tensor_files import read_index
 from tests.ranks import run_ranks
-from tests.training.lora_cases import LORA, SPLITS
+from tests.training.lora_cases import CASES, SPLITS
 
 pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")
 def alone(tokens):
-    (found,) = run_ranks(1, "tests.training.lora_cases:trained", tokens, {(1, 1, 1): LORA})
-    return found[1, 1, 1]
+    wanted = {(1, 1, 1): list(CASES.items())}
+    (found,) = run_ranks(1, "tests.training.lora_cases:trained", tokens, wanted)
+    return dict(zip(CASES, found, strict=True))
 
 
-@pytest.mark.parametrize("world_size", SPLITS)
-def test_every_layout_gives_the_losses_and_norms_of_one_process(tokens, world_size, alone):
-    wanted = {
-        layout: {name: replace(LORA[name], parallel=how) for name, how in cases.items()}
-        for layout, cases in SPLITS[world_size].items()
-    }
-    ranks = run_ranks(world_size, "tests.training.lora_cases:trained", tokens, wanted)
-    for layout, cases in wanted.items():
-        for name in cases:
-            expected = alone[name]
-            for rank in ranks:
-                found = rank[layout][name]
-                assert found.losses == pytest.approx(expected.losses, rel=1e-9), (layout, name)
-                assert found.norms == pytest.approx(expected.norms, rel=1e-9), (layout, name)
-                assert found.frozen_bits_are_those_of_the_start
-                assert found.only_adapters_have_gradients
+@pytest.fixture(scope="module")
+def split(tokens):
+    """By (world size, place in its list): the case's name, and what each rank saw."""
+    found = {}
+    for world_size, wanted in SPLITS.items():
+        ranks = run_ranks(world_size, "tests.training.lora_cases:trained", tokens, wanted)
+        names = [name for cases in wanted.values() for name, _ in cases]
+        for place, name in enumerate(names):
+            found[world_size, place] = name, [rank[place] for rank in ranks]
+    return found
 
 
-def test_one_process_learns_clips_and_leaves_the_base_alone(alone):
+def test_every_layout_gives_the_losses_and_norms_of_one_process(split, alone):
+    for place, (name, ranks) in split.items():
+        for rank in ranks:
+            assert rank.losses == pytest.approx(alone[name].losses, rel=1e-9), (name, place)
+            assert rank.norms == pytest.approx(alone[name].norms, rel=1e-9), (name, place)
+
+
+def test_frozen_weights_keep_their_bits_and_cost_no_gradient_and_no_moments(split, alone):
+    for ranks in [ranks for _, ranks in split.values()] + [[run] for run in alone.values()]:
+        assert all(rank.frozen_bits_are_those_of_the_start for rank in ranks)
+        assert all(rank.what_is_frozen_has_no_gradient_and_no_moments for rank in ranks)
+
+
+def test_one_process_learns_and_clips(alone):
     for name, run in alone.items():
         assert run.losses[-1] < run.losses[0], name
-        assert max(run.norms) > 0.03, name
-        assert run.frozen_bits_are_those_of_the_start
-        assert run.only_adapters_have_gradients
+        assert max(run.norms) > 0.03, name  # SHORT.grad_clip
+
+
+def test_adapters_send_less_over_the_tensor_group_than_training_all_weights(split):
+    """No message of the size of the activations comes on top, and gathers fall away."""
+    sent = {name: ranks[0].tensor_bytes for (size, _), (name, ranks) in split.items() if size == 4}
+    assert sent["llama"] < 0.9 * sent["llama, all weights"]
+
+
+def test_a_checkpoint_of_adapters_goes_on_in_any_layout(tokens, tmp_path):
+    moves = "tests.training.lora_cases:moves"
+    (whole, *_) = run_ranks(8, moves, tokens, tmp_path, [(2, 2, 2)], 2)
+    stored = read_index(tmp_path / "step_00000002")
+    assert {name.rpartition(".")[2] for name in stored} == {"lora_a", "lora_b"}
+    for world_size, layouts in ((1, [(1, 1, 1)]), (4, [(1, 4, 1), (4, 1, 1)])):
+        (found, *_) = run_ranks(world_size, moves, tokens, tmp_path, layouts)
+        for losses in found:
+            assert losses == pytest.approx(whole[0][2:], rel=1e-9)
