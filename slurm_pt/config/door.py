@@ -145,8 +145,9 @@ def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
         if origin is list and inner and dataclasses.is_dataclass(inner[0]):
             if isinstance(value, list):
                 return _sections(key, value, typing.cast("type", inner[0]), problems)
-        elif origin is list and inner and isinstance(value, list):
-            return [_typed(f"{key}[{n}]", v, inner[0], problems) for n, v in enumerate(value)]
+        elif origin is list and inner and issubclass(inner[0], Enum):
+            if isinstance(value, list):
+                return [_typed(f"{key}[{n}]", v, inner[0], problems) for n, v in enumerate(value)]
         elif isinstance(origin, type) and issubclass(origin, Enum):
             if isinstance(value, str) and value in origin.__members__:
                 return origin[value]

@@ -91,7 +91,7 @@ def split_layers(
     >>> [list(stage) for stage in split_layers(5, 3, [1, 3, 1])]
     [[0], [1, 2, 3], [4]]
     >>> [list(stage) for stage in split_layers(6, 2, share=2)]
-    [[0, 1], [2, 3, 4, 5]]
+    [[0, 1, 2, 3], [4, 5]]
     """
     if num_layers % share or not 1 <= stages <= num_layers // share:
         shared = "" if share == 1 else f", each {share} sharing their weights,"

@@ -30,7 +30,7 @@ STEP = "step_00000001"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A folder with `base/step_0`, from their model, and `run/step_1`, adapters on it; the model."""
+    """A folder with base/step_0, from their model, and run/step_1, adapters on it; our config."""
     root = tmp_path_factory.mktemp("adapters")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -98,7 +98,7 @@ def test_a_base_that_was_moved_is_found_by_its_name_and_another_one_is_refused(t
     manifest.write_text(manifest.read_text().replace('"hugging face"', '"somewhere else"'))
     with pytest.raises(CheckpointError, match=r"trained on .*base.*and not on .*elsewhere"):
         open_model(adapters, base=moved)
-    with pytest.raises(CheckpointError, match="cannot be used.*--base"):
+    with pytest.raises(CheckpointError, match=r"cannot be used.*--base"):
         open_model(adapters, base=tmp_path)
     with pytest.raises(CheckpointError, match="has its own weights: leave --base out"):
         open_model(base, base=moved)
@@ -106,7 +106,7 @@ def test_a_base_that_was_moved_is_found_by_its_name_and_another_one_is_refused(t
 
 def test_adapters_are_no_base(trained):
     root, _ = trained
-    with pytest.raises(CheckpointError, match="holds adapters alone.*convert to-hf"):
+    with pytest.raises(CheckpointError, match=r"holds adapters alone.*convert to-hf"):
         BaseModel.at(root / "run" / STEP)
 
 
