@@ -88,6 +88,28 @@ def to_hf(
         click.echo(path)
 
 
+@convert.command("to-peft")
+@click.argument("run_path", metavar="RUN", type=click.Path(path_type=Path))
+@click.argument("out", type=_FOLDER)
+@click.option("--step", type=int, help="Of the run's checkpoints (default: the newest).")
+@click.option("--base-model", help="Name or folder of the base, written down for those who load.")
+def to_peft(run_path: Path, out: Path, step: int | None, base_model: str | None) -> None:
+    """Make a folder for Hugging Face PEFT out of the adapters of RUN, a Llama or Qwen 2."""
+    from slurm_pt.checkpoint.peft import export_adapters
+    from slurm_pt.config import read_config
+    from slurm_pt.run_dir import open_run
+    from slurm_pt.run_inputs import read_run_config
+
+    run = open_run(run_path)
+    config = read_config(read_run_config(run))
+    checkpoint = _checkpoint_of(run, step)
+    written = export_adapters(
+        checkpoint, out, model=config.model, lora=config.lora, base_model=base_model
+    )
+    for path in written:
+        click.echo(path)
+
+
 def _checkpoint_of(run: RunDir, step: int | None) -> Path:
     from slurm_pt.checkpoint import store
 

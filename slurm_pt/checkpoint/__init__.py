@@ -11,5 +11,5 @@ reads tensors for torch.distributed.checkpoint, `state` says which tensors this 
 `random_state` the random generators. `checkpointer` is what the ranks call: `saving` is a
 snapshot's way to disk, `resuming` the way back, `verification` the look at checksums by all ranks.
 `base_model` says which weights adapters belong to, `whole_model` merges them,
-`hugging_face` converts from and to Hugging Face folders.
+`hugging_face` converts from and to Hugging Face folders, `peft` adapters alone.
 """

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import warnings
 from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from slurm_pt.checkpoint.base_model import BaseModel
 from slurm_pt.checkpoint.hugging_face import convert_from, convert_to
+from slurm_pt.checkpoint.peft import export_adapters
 from slurm_pt.checkpoint.store import MANIFEST
 from slurm_pt.checkpoint.whole_model import StoredTensors, WholeModel, open_model
 from slurm_pt.config.choices import DType
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.training.hugging_face import to_their_config
+from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan
 from tests.ranks import run_ranks
 from tests.training.cases import MODEL
@@ -84,9 +88,40 @@ def test_the_merged_model_gives_the_logits_of_base_and_adapters(trained, tmp_pat
 
 
 def micro_batch(tokens):
-    from slurm_pt.training.micro_batch import MicroBatch
-
     return MicroBatch(tokens, tuple(range(len(tokens))), 0)
+
+
+def test_the_adapters_alone_have_the_names_and_keys_of_peft(trained, tmp_path):
+    """Those of a folder that peft itself writes for such a model."""
+    root, config = trained
+    config_of_theirs = replace(config, vocab_size=VOCAB)
+    export = {"model": config_of_theirs, "lora": GATED, "base_model": "a/b"}
+    paths = export_adapters(root / "run" / STEP, tmp_path / "peft", **export)
+    assert [path.name for path in paths] == ["adapter_config.json", "adapter_model.safetensors"]
+    written, factors = json.loads(paths[0].read_text()), load_file(paths[1])
+    assert (written["peft_type"], written["r"], written["lora_alpha"]) == ("LORA", 3, 6.0)
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    assert set(written["target_modules"]) == set(names)
+    assert len(factors) == 2 * 7 * config.num_layers
+    prefix = "base_model.model.model.layers.3.mlp.down_proj.lora_"
+    assert factors[f"{prefix}A.weight"].shape == (3, 48)
+    assert factors[f"{prefix}B.weight"].shape == (32, 3)
+    stored = StoredTensors.of(root / "run" / STEP)
+    key = "base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"
+    assert torch.equal(factors[key], stored.read("model/layers.1.attention.key.lora_b"))
+
+
+def test_what_peft_has_no_place_for_is_refused(trained, tmp_path):
+    root, config = trained
+    adapters, base = root / "run" / STEP, root / "base" / "step_00000000"
+    export = {"lora": GATED, "base_model": None}
+    with pytest.raises(CheckpointError, match="holds no adapters"):
+        export_adapters(base, tmp_path, model=config, **export)
+    with pytest.raises(CheckpointError, match="layers that share an adapter"):
+        export_adapters(adapters, tmp_path, model=replace(config, share_layers=2), **export)
+    gpt2 = replace(MODEL, num_layers=config.num_layers, ffn_hidden_size=None)
+    with pytest.raises(CheckpointError, match="query, key and value in one"):
+        export_adapters(adapters, tmp_path, model=gpt2, **export)
 
 
 def test_a_base_that_was_moved_is_found_by_its_name_and_another_one_is_refused(trained, tmp_path):
