@@ -27,7 +27,7 @@ from tests.training.cases import (
     never,
     train,
 )
-from tests.training.traffic_cases import counting
+from tests.training.traffic_cases import counting, planned
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ EVERYWHERE = LoraConfig(
     rank=3, alpha=6.0, targets=["query", "key", "value", "attention.output", "up", "down"]
 )
 GATED = replace(EVERYWHERE, targets=[*EVERYWHERE.targets, "gate"])
-SHORT = replace(TRAIN, steps=4, lr=2e-2, warmup_steps=1, grad_clip=0.03)
+SHORT = replace(TRAIN, steps=3, lr=2e-2, warmup_steps=1, grad_clip=0.03)
 SPLIT = ParallelConfig(sequence=True)
 ZERO_BUBBLE = ParallelConfig(schedule=Schedule.zero_bubble)
 
@@ -64,8 +64,10 @@ class Trained:
     norms: list[float]
     frozen_bits_are_those_of_the_start: bool
     what_is_frozen_has_no_gradient_and_no_moments: bool
-    tensor_bytes: float
-    """Sent over the tensor group."""
+    sent: dict[str, float]
+    """Bytes in a step, by purpose."""
+    planned: dict[str, float]
+    """The same by the formulas."""
 
 
 SHARED = replace(MODEL, num_layers=8, share_layers=2)
@@ -134,7 +136,8 @@ def trained(folder: Path, wanted: dict[Layout, list[tuple[str, Case]]]) -> list[
                     [record.grad_norm for record in records],
                     frozen_bits(stage) == fresh,
                     with_gradient == set(optimizer.parameters) == set(stage.trained_parameters()),
-                    sent["tensor"],
+                    {purpose: size / case.train.steps for purpose, size in sent.items()},
+                    planned(stage, case.model, case.train, groups, case.parallel, case.lora),
                 )
             )
             groups.close()

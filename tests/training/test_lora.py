@@ -49,10 +49,19 @@ def test_one_process_learns_and_clips(alone):
         assert max(run.norms) > 0.03, name  # SHORT.grad_clip
 
 
-def test_adapters_send_less_over_the_tensor_group_than_training_all_weights(split):
-    """No message of the size of the activations comes on top, and gathers fall away."""
-    sent = {name: ranks[0].tensor_bytes for (size, _), (name, ranks) in split.items() if size == 4}
-    assert sent["llama"] < 0.9 * sent["llama, all weights"]
+def test_adapters_send_what_the_formulas_say_and_nothing_of_hidden_size_on_top(split):
+    ranks_of = {name: ranks for (size, _), (name, ranks) in split.items() if size == 4}
+    for name, ranks in ranks_of.items():
+        for rank in ranks:
+            for purpose, size in rank.planned.items():
+                assert rank.sent.get(purpose, 0.0) == pytest.approx(size, rel=1e-12), (
+                    name,
+                    purpose,
+                )
+    by_all_weights, by_adapters = (
+        ranks_of[name][0].sent["tensor"] for name in ("llama, all weights", "llama")
+    )
+    assert by_adapters < 0.9 * by_all_weights
 
 
 def test_a_checkpoint_of_adapters_goes_on_in_any_layout(tokens, tmp_path):

@@ -12,6 +12,7 @@ from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.training.hugging_face import from_their_config, their_tensors
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan
+from tests.training.cases import LLAMA
 from tests.training.hugging_face_cases import SEQ_LEN, VOCAB, build_theirs, ours_in
 from tests.training.lora_cases import EVERYWHERE, GATED
 
@@ -100,3 +101,25 @@ def test_loss_and_gradients_are_those_of_a_plain_model(family, dtype, lora, limi
         reference = factors[piece.stored].grad
         error = (piece.of(gradient) - reference).norm() / reference.norm()
         assert error < limit, piece.stored
+
+
+def test_bfloat16_gives_float32_gradients_of_the_adapters_alone():
+    losses = {}
+    for dtype in (DType.float32, DType.bfloat16):
+        stage = GPTStage(
+            LLAMA,
+            StageSpan(range(2), first=True, last=True),
+            axis=TensorAxis(),
+            device=torch.device("cpu"),
+            dtype=dtype,
+            seed=1,
+            lora=GATED,
+        )
+        tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(0))
+        loss = stage(None, MicroBatch(tokens, (0, 1), 0))
+        loss.backward()
+        losses[dtype] = loss.item()
+        gradients = {n: p.grad for n, p in stage.named_parameters() if p.grad is not None}
+        assert {".lora." in name for name in gradients} == {True}
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    assert losses[DType.bfloat16] == pytest.approx(losses[DType.float32], rel=1e-2)

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slurm_pt.config.choices import Schedule
-from slurm_pt.config.schema import ParallelConfig
+from slurm_pt.config.schema import LoraConfig, ParallelConfig
 from slurm_pt.plan import traffic
 from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.plan.parameters import COLUMN_PARALLEL
+from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.loop import train_loop
 from slurm_pt.training.optimizer import NamedAdamW
 from tests.training.cases import LLAMA, MODEL, TRAIN, build, dataset_of, groups_of, ignore, never
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from slurm_pt.config.schema import ModelConfig
+    from slurm_pt.config.schema import ModelConfig, TrainConfig
     from slurm_pt.parallel.groups import ProcessGroups
     from slurm_pt.training.rank_model import RankModel
 
@@ -55,9 +57,9 @@ def counted_and_planned(
             record=ignore,
             phase=ignore,
         )
-    planned = _planned(model, model_config, groups, config)
+    of_a_step = planned(model, model_config, ONE_STEP, groups, config)
     groups.close()
-    return {purpose: (sent[purpose], size) for purpose, size in planned.items()}
+    return {purpose: (sent[purpose], size) for purpose, size in of_a_step.items()}
 
 
 @contextmanager
@@ -115,19 +117,30 @@ def counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
             setattr(dist, name, function)
 
 
-def _planned(
-    model: RankModel, config: ModelConfig, groups: ProcessGroups, parallel: ParallelConfig
+def planned(
+    model: RankModel,
+    config: ModelConfig,
+    train: TrainConfig,
+    groups: ProcessGroups,
+    parallel: ParallelConfig,
+    lora: LoraConfig = NO_LORA,
 ) -> dict[str, float]:
+    """Bytes that this rank sends in one step, by the formulas; without recomputation."""
     layout, tp = groups.layout, groups.layout.tp
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    parameters = dict(model.named_parameters())
+    parameters = model.trained_parameters()
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     shared = sum(
         piece.of(parameters[piece.parameter]).numel()
-        for piece in model.pieces()
+        for piece in model.trained_pieces()
         if piece.shard.dim is not None and piece.shard.parts < tp
     )
-    whole = sum(sizes[piece.parameter] for piece in model.pieces() if piece.shard.dim is None)
-    tied = model.tied_parameter()
+    whole = sum(
+        piece.of(parameters[piece.parameter]).numel()
+        for piece in model.trained_pieces()
+        if piece.shard.dim is None
+    )
+    tied = model.tied_parameter() if lora.rank is None else None
+    adapted = [target for target in lora.targets if target in COLUMN_PARALLEL]
     spans = [chunk.span for chunk in model.chunks]
     stage = traffic.StageShape(
         layers=sum(len(span.layers) for span in spans),
@@ -137,11 +150,13 @@ def _planned(
         whole_parameters=whole,
         shared_parameters=shared,
         tied_parameters=0 if tied is None else tied.numel(),
+        frozen=lora.rank is not None,
+        adapter_ranks=(lora.rank or 0) * len(adapted),
     )
     step = traffic.StepShape(
-        num_microbatches=ONE_STEP.global_batch_size // layout.dp,
-        micro_batch_size=1,
-        seq_len=ONE_STEP.seq_len,
+        num_microbatches=train.global_batch_size // train.micro_batch_size // layout.dp,
+        micro_batch_size=train.micro_batch_size,
+        seq_len=train.seq_len,
         hidden_size=config.hidden_size,
         activation_bytes=8,
         loss_bytes=8,
