@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from slurm_pt.checkpoint.base_model import BaseModel
-from slurm_pt.checkpoint.store import inspect, read_manifest
+from slurm_pt.checkpoint.store import find_damage, read_manifest
 from slurm_pt.checkpoint.tensor_files import StoredTensor, read_index, read_whole
 from slurm_pt.errors import CheckpointError
 
@@ -105,7 +105,7 @@ def open_model(
             "is nothing to merge them into"
         )
     path = base or Path(trained_on.path or "")
-    problem = inspect(path).problem
+    problem = find_damage(path)  # the manifest alone does not tell of the files
     if problem is not None:
         raise CheckpointError(
             f"{path}, the base of the adapters in {checkpoint}, cannot be used: {problem}. To fix: "
