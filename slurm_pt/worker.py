@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slurm_pt.checkpoint.base_model import BaseModel
 from slurm_pt.config import RunConfig, read_config
 from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
@@ -83,6 +84,8 @@ class _Trainer:
     reduction: Reduction
     local: LocalUpdates | None
     last_loss: float | None = None
+    base: BaseModel | None = None
+    """What the adapters belong to; None: there are none, or it is not loaded yet."""
 
     def state(self) -> StoredState:
         """Everything to be saved."""
@@ -94,19 +97,33 @@ class _Trainer:
         """The step to go on from; 0 for a run that has no checkpoint yet."""
         tensors, shards, own = self.state()
         resumed = run.checkpointer.resume(tensors, shards=shards, own=own)
+        has_adapters = self.config.lora.rank is not None
+        if resumed is None or has_adapters:  # checkpoints of adapters do not hold their base
+            base = self._load_base(run)
+            self.base = base if has_adapters else None
         if resumed is None:
-            if self.config.train.init_from is not None:
-                weights = {name: t for name, t in tensors.items() if name.startswith("model/")}
-                path = Path(self.config.train.init_from).expanduser()
-                run.checkpointer.load_weights(path, weights, shards=shards)
-                if self.local is not None:
-                    self.local.begin_from_agreed()
+            if self.local is not None:
+                self.local.agree()
             return 0
+        if self.base is not None:
+            stored = BaseModel.of(resumed.common)
+            if stored is not None:
+                stored.require(self.base)
         self._check_own(run, resumed)
         self.optimizer.set_step(resumed.common.get("updates", resumed.step))
         self.loss_scale.load(resumed.common.get("loss_scale"))
         run.note_resumed(resumed.step, resumed.skipped, own=resumed.own.value)
         return resumed.step
+
+    def _load_base(self, run: Run) -> BaseModel:
+        """The weights that the run starts from; random ones are there already."""
+        from slurm_pt.training.stored_state import base_tensors
+
+        if self.config.train.init_from is None:
+            return BaseModel(seed=self.config.train.seed)
+        tensors, shards = base_tensors(self.model)
+        path = Path(self.config.train.init_from).expanduser()
+        return run.checkpointer.load_weights(path, tensors, shards=shards)
 
     def _check_own(self, run: Run, resumed: Resumed) -> None:
         """Says what another number of replicas means for what each of them had of its own."""
@@ -174,6 +191,8 @@ class _Trainer:
             "updates": self.optimizer.updates,
             "loss_scale": self.loss_scale.state(),
         }
+        if self.base is not None:
+            common |= self.base.record()
         run.save_tensors(step, tensors, shards=shards, common=common, own=own)
 
     def save_and_stop(self, run: Run, step: int) -> None:
@@ -199,8 +218,14 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
 
-    model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
-    parameters = dict(model.named_parameters())
+    model = RankModel(
+        config.model,
+        parallel=config.parallel,
+        train=config.train,
+        groups=run.groups,
+        lora=config.lora,
+    )
+    parameters = model.trained_parameters()
     optimizer = NamedAdamW(parameters, config.train, owned=model.owned)
     dataset = TokenDataset(
         _data_paths(run, config),
@@ -220,7 +245,7 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
         dataset,
         LossScale.of(config.train),
         reduction=make_reduction(
-            config.parallel, model.parameters(), group=run.groups.dp, sharding=model.sharding
+            config.parallel, parameters.values(), group=run.groups.dp, sharding=model.sharding
         ),
         local=LocalUpdates.of(config.train, parameters, group=run.groups.dp),
     )

@@ -10,6 +10,7 @@ silence when checkpoints are there but cannot be used.
 each tensor lies, `tensor_bytes` moves its bytes, `tensor_files` does both for
 torch.distributed.checkpoint. `state` says which tensors this rank saves, `random_state` the random
 generators. `checkpointer` is what the ranks call: `saving` is a snapshot's way to disk, `resuming`
-the way back, `verification` the look at checksums by all ranks.
-`hugging_face` converts from and to Hugging Face folders.
+the way back, `verification` the look at checksums by all ranks. `base_model` says which weights
+adapters belong to, `whole_model` merges them, `hugging_face` converts from and to Hugging Face
+folders, `peft` adapters alone.
 """

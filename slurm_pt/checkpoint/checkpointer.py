@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from slurm_pt.checkpoint import state
+from slurm_pt.checkpoint.base_model import BaseModel
 from slurm_pt.checkpoint.peers import Peers
 from slurm_pt.checkpoint.resuming import Loader, Resumed
 from slurm_pt.checkpoint.saving import Saver, Snapshot
@@ -192,13 +193,15 @@ class Checkpointer:
 
     def load_weights(
         self, path: Path, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Shard]
-    ) -> None:
+    ) -> BaseModel:
         """Load tensors from a committed checkpoint of another run, in place; formats may differ.
+
+        Returns which weights these now are.
 
         Raises:
             CheckpointError: it is damaged, or is not of this model.
         """
-        self._loader.load_weights(path, tensors, shards)
+        return self._loader.load_weights(path, tensors, shards)
 
     # The save, in its thread ---------------------------------------------------------------------
 

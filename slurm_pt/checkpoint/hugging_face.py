@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +28,10 @@ from slurm_pt.checkpoint.tensor_index import (
     TensorKind,
     lay_out,
     read_headers,
-    read_index,
     render_index,
     tensor_file,
 )
+from slurm_pt.checkpoint.whole_model import WholeModel
 from slurm_pt.config.schema import ModelConfig
 from slurm_pt.errors import CheckpointError
 from slurm_pt.training.hugging_face import TheirTensor, from_their_config, their_tensors
@@ -178,29 +178,25 @@ def _write_description(source: Path, target: Path, config: ModelConfig) -> None:
 
 
 def convert_to(
-    checkpoint: Path, target: Path, *, their_config: Mapping[str, Any], dtype: str | None
+    model: WholeModel, target: Path, *, their_config: Mapping[str, Any], dtype: str | None
 ) -> list[Path]:
-    """The files of a Hugging Face folder with the weights of one committed checkpoint.
+    """The files of a Hugging Face folder with the weights of a model.
 
     Args:
-        checkpoint: A folder `step_N`.
+        model: What `open_model` gives for a committed checkpoint.
         target: A new folder.
         their_config: What config.json is to hold; it says which model it is.
         dtype: Of the stored weights, such as bfloat16; None: as they are.
     """
     config = from_their_config(dict(their_config))
-    index = read_index(checkpoint)
-    groups: dict[str, list[tuple[TheirTensor, StoredTensor]]] = {}
+    groups: dict[str, list[tuple[TheirTensor, _Part]]] = {}
     for ours, entry in their_tensors(config).items():
-        if f"model/{ours}" not in index:
-            raise CheckpointError(f"{checkpoint} has no model/{ours}: it is of another model")
-        stored = index[f"model/{ours}"]
+        shape = model.shape(ours)
         if ours in VOCABULARY:
-            stored = _without_filling(stored, config.vocab_size, f"{checkpoint}: model/{ours}")
-        groups.setdefault(entry.name, []).append((entry, stored))
-    reader = BoxReader(checkpoint)
+            shape = _without_filling(shape, config.vocab_size, ours)
+        groups.setdefault(entry.name, []).append((entry, _Part(ours, shape)))
     tensors = [
-        _theirs_of(members[0][0], [stored for _, stored in members], reader, dtype)
+        _theirs_of(members[0][0], [part for _, part in members], model, dtype)
         for members in groups.values()
     ]
     if target.exists() and any(target.iterdir()):
@@ -212,37 +208,44 @@ def convert_to(
     return [*written, target / "config.json"]
 
 
-def _without_filling(stored: StoredTensor, vocab_size: int, name: str) -> StoredTensor:
+class _Part(NamedTuple):
+    """One of our tensors, or its first rows."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+def _without_filling(shape: tuple[int, ...], vocab_size: int, name: str) -> tuple[int, ...]:
     """The rows that stand for a token; more cannot be had."""
-    rows, width = stored.shape
+    rows, width = shape
     if rows < vocab_size:
         raise CheckpointError(f"{name} has {rows} rows: the vocabulary cannot be {vocab_size}")
-    return replace(stored, shape=(vocab_size, width))
+    return (vocab_size, width)
 
 
 def _theirs_of(
-    entry: TheirTensor, members: Sequence[StoredTensor], reader: BoxReader, dtype: str | None
+    entry: TheirTensor, parts: Sequence[_Part], model: WholeModel, dtype: str | None
 ) -> _Outgoing:
     """One of their tensors, of ours that are side by side in it."""
-    number_format = members[0].dtype if dtype is None else getattr(torch, dtype)
-    transposed = entry.transposed and len(members[0].shape) == 2
-    rows = [member.shape[0] for member in members]
-    width = members[0].shape[1:]
-    shape = (*width, sum(rows)) if transposed else (sum(rows), *width)
+    number_format = model.dtype(parts[0].name) if dtype is None else getattr(torch, dtype)
+    transposed = entry.transposed and len(parts[0].shape) == 2
+    rows = sum(part.shape[0] for part in parts)
+    width = parts[0].shape[1:]
+    shape = (*width, rows) if transposed else (rows, *width)
     kind = TensorKind(entry.name, number_format, shape)
 
     def blocks() -> Iterator[Tensor]:
         if transposed:
             for begin, count in _blocks_of(shape[0], kind):
-                parts = [
-                    reader.read(member, (0, begin), (member.shape[0], count)) for member in members
+                columns = [
+                    model.read(part.name, (0, begin), (part.shape[0], count)) for part in parts
                 ]
-                yield torch.cat(parts).t().to(number_format)
+                yield torch.cat(columns).t().to(number_format)
             return
         at = tuple(0 for _ in width)
-        for member in members:
-            for begin, count in _blocks_of(member.shape[0], kind):
-                yield reader.read(member, (begin, *at), (count, *width)).to(number_format)
+        for part in parts:
+            for begin, count in _blocks_of(part.shape[0], kind):
+                yield model.read(part.name, (begin, *at), (count, *width)).to(number_format)
 
     return _Outgoing(kind, blocks)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slurm_pt.checkpoint import state, store
+from slurm_pt.checkpoint.base_model import BaseModel
 from slurm_pt.checkpoint.peers import Peers, error_of_dcp
 from slurm_pt.checkpoint.store import Manifest, StoredCheckpoint
 from slurm_pt.checkpoint.tensor_index import StoredTensor, read_index
@@ -110,8 +111,8 @@ class Loader:
 
     def load_weights(
         self, path: Path, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]
-    ) -> None:
-        """Fill these tensors from one committed checkpoint, of any number format.
+    ) -> BaseModel:
+        """Fill these tensors from one committed checkpoint, of any number format; says which.
 
         What else it holds (an optimizer's state) is left there.
 
@@ -122,9 +123,11 @@ class Loader:
         problem = stored.problem or find_damage_together(self._peers, path)
         if problem is not None:
             raise CheckpointError(f"{path} cannot be used: {problem}")
+        loaded = self._peers.on_rank_0(lambda: BaseModel.at(path))
         index = self._peers.on_each(lambda: read_index(path))
         held = {name: entry for name, entry in index.items() if name in tensors}
         self._load(path, held, tensors, shards, any_format=True)
+        return loaded
 
     def _choose(self) -> tuple[StoredCheckpoint | None, list[StoredCheckpoint]]:
         """The step that all ranks load, and the newer ones that cannot be loaded."""

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slurm_pt.config.batch_rules import batch_problem
+from slurm_pt.config.lora_rules import lora_rules
 from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.replica_rules import replica_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
@@ -33,6 +34,7 @@ SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_
 KEYS_WITHOUT_INFLUENCE = (
     ("data", "prefetch"),
     ("train", "recompute"),
+    ("train", "recompute_stages"),
     ("train", "offload_optimizer"),
     ("parallel", "zero"),
 )
@@ -149,6 +151,9 @@ def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
         if origin is list and inner and dataclasses.is_dataclass(inner[0]):
             if isinstance(value, list):
                 return _sections(key, value, typing.cast("type", inner[0]), problems)
+        elif origin is list and inner and issubclass(inner[0], Enum):
+            if isinstance(value, list):
+                return [_typed(f"{key}[{n}]", v, inner[0], problems) for n, v in enumerate(value)]
         elif isinstance(origin, type) and issubclass(origin, Enum):
             if isinstance(value, str) and value in origin.__members__:
                 return origin[value]
@@ -202,6 +207,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from stage_rules(config)
         yield from replica_rules(config)
         yield from slow_link_rules(config)
+        yield from lora_rules(config)
         yield from _batch_rules(config)
         yield from _data_rules(config)
 

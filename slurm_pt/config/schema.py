@@ -79,6 +79,8 @@ class ModelConfig:
     """Probability that a residual or embedding element is dropped, 0 to 1."""
     init_std: float = 0.02
     """Standard deviation of the initial weights; residual outputs get it / sqrt(2 * num_layers)."""
+    share_layers: int = 1
+    """So many layers, one after another, use one set of weights; 1: each has its own."""
 
     @property
     def kv_heads(self) -> int:
@@ -163,6 +165,8 @@ class TrainConfig:
     """float16: steps without an overflow after which the factor is doubled."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again instead of keeping it: none, selective or full."""
+    recompute_stages: list[Recompute] | None = None
+    """The same for each of the pp * virtual_stages stages, in order; null: as train.recompute."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and the dropout masks, in any layout."""
     eval_interval: int | None = None
@@ -179,6 +183,24 @@ class TrainConfig:
     """nesterov: learning rate of the outer step."""
     outer_momentum: float = 0.9
     """nesterov: momentum of the outer step, 0 to 1."""
+
+
+@dataclass(frozen=True)
+class LoraConfig:
+    """Low-rank adapters on frozen weights (LoRA)."""
+
+    rank: int | None = None
+    """Of each adapter: W x + alpha / rank * B A x, A [rank, in], B [out, rank]; null: no adapters,
+    all weights are trained."""
+    alpha: float = 16.0
+    """Scale of the adapters, divided by the rank."""
+    targets: list[str] = field(default_factory=lambda: ["query", "value"])
+    """Which linear layers get one: of query, key, value, attention.output, gate, up and down."""
+
+    @property
+    def scale(self) -> float:
+        """Of what the adapters give; 0 where there are none."""
+        return 0.0 if self.rank is None else self.alpha / self.rank
 
 
 @dataclass(frozen=True)
@@ -333,6 +355,7 @@ class RunConfig(JobConfig):
 
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
     data: DataConfig = field(default_factory=DataConfig)
 
 

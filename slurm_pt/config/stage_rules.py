@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from slurm_pt.config.choices import Schedule
+from slurm_pt.config.choices import Recompute, Schedule
+from slurm_pt.config.model_rules import divisors
 from slurm_pt.config.schema import RunConfig
 from slurm_pt.errors import Problem
 
@@ -24,8 +25,15 @@ def stage_rules(config: RunConfig) -> Iterator[Problem]:
         )
         return
     yield from _schedule_rules(config)
+    yield from _recompute_rules(config)
+    share = config.model.share_layers
+    if share < 1 or num_layers % share:
+        yield _share_problem(share, num_layers)
+        return
     stages = pp * virtual_stages
-    if stages > num_layers:
+    if share > 1 and stages > num_layers // share:
+        yield _too_few_groups(config, stages)
+    elif stages > num_layers:
         fitting = num_layers // pp
         yield Problem(
             "parallel.virtual_stages",
@@ -59,8 +67,9 @@ def _schedule_rules(config: RunConfig) -> Iterator[Problem]:
 
 def _stage_layers_rules(sizes: list[int], stages: int, config: RunConfig) -> Iterator[Problem]:
     key, num_layers = "parallel.stage_layers", config.model.num_layers
-    even, left_over = divmod(num_layers, stages)
-    example = [even + (stage < left_over) for stage in range(stages)]
+    share = config.model.share_layers
+    even, left_over = divmod(num_layers // share, stages)
+    example = [(even + (stage < left_over)) * share for stage in range(stages)]
     fix = f"for example {key}={example}, or null".replace(", ", ",").replace(",or", ", or")
     if any(not isinstance(size, int) or isinstance(size, bool) or size < 1 for size in sizes):
         yield Problem(key, sizes, "numbers of layers, each at least 1", fix)
@@ -71,3 +80,41 @@ def _stage_layers_rules(sizes: list[int], stages: int, config: RunConfig) -> Ite
     elif sum(sizes) != num_layers:
         rule = f"adds up to {sum(sizes)} layers, not to model.num_layers={num_layers}"
         yield Problem(key, sizes, rule, fix)
+    elif any(size % share for size in sizes):
+        rule = f"layers that share weights (model.share_layers={share}) must be on one stage"
+        yield Problem(key, sizes, rule, fix)
+
+
+def _share_problem(share: int, num_layers: int) -> Problem:
+    rule = f"must divide model.num_layers={num_layers}"
+    fix = f"set it to one of {divisors(num_layers)}"
+    return Problem("model.share_layers", share, rule, fix)
+
+
+def _too_few_groups(config: RunConfig, stages: int) -> Problem:
+    share, num_layers = config.model.share_layers, config.model.num_layers
+    groups = num_layers // share
+    pp, virtual_stages = config.parallel.pp, config.parallel.virtual_stages
+    rule = (
+        f"makes {groups} groups out of {num_layers} layers, and layers that share weights must be "
+        f"on one stage: parallel.pp={pp} * parallel.virtual_stages={virtual_stages} = {stages} "
+        "stages are more"
+    )
+    fitting = max(size for size in range(1, share) if num_layers % size == 0)
+    fix = f"use {groups} stages or less, or set model.share_layers={fitting}"
+    return Problem("model.share_layers", share, rule, fix)
+
+
+def _recompute_rules(config: RunConfig) -> Iterator[Problem]:
+    each, key = config.train.recompute_stages, "train.recompute_stages"
+    if each is None:
+        return
+    names = [choice.value for choice in each]
+    stages = config.parallel.pp * config.parallel.virtual_stages
+    if len(each) != stages:
+        rule = f"{len(each)} values for {stages} stages (parallel.pp * parallel.virtual_stages)"
+        example = f"[{','.join(['selective'] + ['none'] * (stages - 1))}]"
+        yield Problem(key, names, rule, f"for example {key}={example}, or null")
+    if config.train.recompute is not Recompute.none:
+        rule = f"excludes train.recompute={config.train.recompute.value}"
+        yield Problem(key, names, rule, "set train.recompute=none, or train.recompute_stages=null")

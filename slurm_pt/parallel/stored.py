@@ -21,15 +21,20 @@ Held = Mapping[str, Mapping[str, Tensor]]
 
 
 def stored_tensors(
-    model: ModelPart, moments: Held, *, sharding: ShardedParameters | None = None
+    model: ModelPart,
+    moments: Held,
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    sharding: ShardedParameters | None = None,
 ) -> Stored:
-    """All weights of a rank, and its optimizer's moments of them.
+    """The weights of a rank (default: all that it has), and its optimizer's moments.
 
     With ZeRO the moments are those of what this replica owns of each parameter, flat.
     """
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    named_weights = dict(model.named_parameters()) if weights is None else weights
+    detached = {name: weight.detach() for name, weight in named_weights.items()}
     named = {f"optimizer/{kind}": by_parameter for kind, by_parameter in moments.items()}
-    tensors, shards = stored_pieces(model, {"model": weights})
+    tensors, shards = stored_pieces(model, {"model": detached})
     if sharding is None:
         of_moments, shards_of_moments = stored_pieces(model, named)
     else:

@@ -13,23 +13,19 @@ arXiv:2205.05198, section 4.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
-from slurm_pt.parallel.groups import all_reduce, start_all_reduce
+from slurm_pt.parallel.groups import all_reduce
+from slurm_pt.parallel.low_rank import LowRank, column_update, row_update
+from slurm_pt.parallel.product import Prepare, column_parallel_linear, linear
 from slurm_pt.parallel.shard import WHOLE
-from slurm_pt.parallel.weight_gradients import add_weight_gradient
-
-Prepare = Callable[[Tensor], Tensor]
-"""A cheap function in front of a product (a norm, a non-linearity), to be computed again in the
-backward pass instead of keeping what it gave. Its parameters get their gradients."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,7 @@ class ColumnParallelLinear(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         bias: bool = True,
+        low_rank: LowRank | None = None,
     ):
         super().__init__()
         self.axis = axis
@@ -68,10 +65,19 @@ class ColumnParallelLinear(nn.Module):
         local = sum(self.sizes)
         self.weight = nn.Parameter(torch.empty(local, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(local, device=device, dtype=dtype)) if bias else None
+        parts = {
+            name: (size, rows.parts)
+            for (name, rows), size in zip(named.items(), self.sizes, strict=True)
+        }
+        self.lora = column_update(
+            parts, in_features, low_rank, axis=axis, device=device, dtype=dtype
+        )
 
     def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:
         """[seq (/ tp), batch, in] -> [seq, batch, out / tp], of `prepare(x)` if that is given."""
-        return column_parallel_linear(x, self.weight, self.bias, axis=self.axis, prepare=prepare)
+        return column_parallel_linear(
+            x, self.weight, self.bias, axis=self.axis, prepare=prepare, update=self.lora
+        )
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
         parts, begin = [], 0
@@ -98,6 +104,7 @@ class RowParallelLinear(nn.Module):
         device: torch.device,
         dtype: torch.dtype,
         bias: bool = True,
+        low_rank: LowRank | None = None,
     ):
         super().__init__()
         self.axis = axis
@@ -106,56 +113,27 @@ class RowParallelLinear(nn.Module):
         self.bias = (
             nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         )
+        self.lora = row_update(out_features, local, low_rank, axis=axis, device=device, dtype=dtype)
 
     def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:
         """[seq, batch, in / tp] -> [seq (/ tp), batch, out], of `prepare(x)` if that is given."""
-        if self.axis.tp == 1:
-            return linear(x, self.weight, self.bias, axis=self.axis, prepare=prepare)
-        output = linear(x, self.weight, None, axis=self.axis, prepare=prepare)
+        alone = self.axis.tp == 1
+        output = linear(
+            x,
+            self.weight,
+            self.bias if alone else None,
+            axis=self.axis,
+            prepare=prepare,
+            update=self.lora,
+        )
+        if alone:
+            return output
         output = sum_over_ranks(output, axis=self.axis)
         return output if self.bias is None else output + self.bias.to(x.dtype)
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
         shard = self.axis.shard(1) if parameter == "weight" else WHOLE
         return [StoredPart(parameter, slice(None), shard)]
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    axis: TensorAxis,
-    prepare: Prepare | None = None,
-) -> Tensor:
-    """The product x @ weight.T + bias, with nothing to be summed over ranks.
-
-    With `prepare` it is that of prepare(x), which the backward pass computes again from x.
-    """
-    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, axis, False, prepare
-    )
-    return output
-
-
-def column_parallel_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    axis: TensorAxis,
-    prepare: Prepare | None = None,
-) -> Tensor:
-    """The product x @ weight.T + bias for this rank's output features; `prepare` as in `linear`.
-
-    Weights are cast to the format of x, so float32 weights can serve bfloat16 activations.
-    """
-    if axis.tp == 1:
-        return linear(x, weight, bias, axis=axis, prepare=prepare)
-    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, axis, True, prepare
-    )
-    return output
 
 
 def sum_over_ranks(x: Tensor, *, axis: TensorAxis) -> Tensor:
@@ -165,108 +143,6 @@ def sum_over_ranks(x: Tensor, *, axis: TensorAxis) -> Tensor:
     function = _ReduceScatter if axis.splits_sequence else _ReduceForward
     output: Tensor = function.apply(x, axis.peers)  # type: ignore[no-untyped-call]
     return output
-
-
-def _weight_gradient(
-    weight: Tensor, grad_output: Tensor, x: Tensor, axis: TensorAxis
-) -> Tensor | None:
-    """grad_output.T @ x for autograd; None if it has been, or will be, added to `weight.grad`.
-
-    Autograd would first make the product and then add it: a pass over memory more.
-    """
-    rows, columns = grad_output.flatten(0, -2), x.flatten(0, -2)
-    later = axis.weight_gradients
-    if later is not None and later.put_off(weight, rows, columns):
-        return None
-    if weight.grad is None or weight.grad.dtype != rows.dtype:
-        return rows.t() @ columns
-    add_weight_gradient(weight, rows, columns)
-    return None
-
-
-class _Again:
-    """What a layer's product was taken of, computed once more for its backward pass."""
-
-    def __init__(self, x: Tensor, prepare: Prepare | None):
-        self.leaf, self.entered, self.output = x, x, None
-        if prepare is not None:
-            with torch.enable_grad():
-                self.leaf = x.detach().requires_grad_()
-                self.output = prepare(self.leaf)
-            self.entered = self.output.detach()
-
-    def gradient(self, grad_entered: Tensor | None) -> Tensor | None:
-        """The gradient of x; those of what `prepare` holds are added to its parameters."""
-        if self.output is None:
-            return grad_entered
-        torch.autograd.backward(self.output, grad_entered)
-        return self.leaf.grad
-
-
-class _Linear(torch.autograd.Function):
-    """The product of `prepare(x)` and a weight.
-
-    With `shared` input (column-parallel) the input gradient's reduction over the ranks runs while
-    the weight gradient is computed. With a split sequence the whole input is gathered again for
-    the weight gradient, while the input gradient is computed: keeping it would undo what the split
-    saves.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        axis: TensorAxis,
-        shared: bool,
-        prepare: Prepare | None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.has_bias, ctx.axis, ctx.shared, ctx.prepare = bias is not None, axis, shared, prepare
-        x = x if prepare is None else prepare(x)
-        if shared and axis.splits_sequence:
-            x, work = _start_gather(x, axis)
-            work.wait()
-        bias = None if bias is None else bias.to(x.dtype)
-        return functional.linear(x, weight.to(x.dtype), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (grad_output,) = grads  # [seq, batch, out]
-        x, weight = ctx.saved_tensors
-        axis: TensorAxis = ctx.axis
-        again = _Again(x, ctx.prepare)
-        entered, grad_entered, reducing, gathering = again.entered, None, None, None
-        if ctx.shared and axis.splits_sequence:
-            entered, gathering = _start_gather(entered, axis)
-        if ctx.needs_input_grad[0]:
-            grad_entered = grad_output @ weight.to(x.dtype)
-            if ctx.shared:
-                grad_entered, reducing = _start_reduction(grad_entered, axis)
-        if gathering is not None:
-            gathering.wait()
-        grad_weight = _weight_gradient(weight, grad_output, entered, axis)
-        grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.has_bias else None
-        if reducing is not None:
-            reducing.wait()
-        return again.gradient(grad_entered), grad_weight, grad_bias, None, None, None
-
-
-def _start_gather(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work]:
-    """The whole sequence, [seq, ...] of [seq / tp, ...], once the work has ended."""
-    whole = x.new_empty((x.shape[0] * axis.tp, *x.shape[1:]))
-    work: Any = dist.all_gather_into_tensor(whole, x.contiguous(), group=axis.peers, async_op=True)
-    return whole, work
-
-
-def _start_reduction(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work | None]:
-    """The sum over the ranks, or this rank's part of its sequence, once the work has ended."""
-    if not axis.splits_sequence:
-        return x, start_all_reduce(x, axis.peers)
-    part = x.new_empty((x.shape[0] // axis.tp, *x.shape[1:]))
-    work: Any = dist.reduce_scatter_tensor(part, x.contiguous(), group=axis.peers, async_op=True)
-    return part, work
 
 
 class _ReduceForward(torch.autograd.Function):

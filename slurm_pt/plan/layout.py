@@ -77,12 +77,13 @@ class Place:
 
 
 def split_layers(
-    num_layers: int, stages: int, sizes: Sequence[int] | None = None
+    num_layers: int, stages: int, sizes: Sequence[int] | None = None, *, share: int = 1
 ) -> tuple[range, ...]:
     """The layers of each pipeline stage: contiguous, and as even as can be without `sizes`.
 
     Left-over layers go to the stages in the middle, since the first stage also holds the
-    embedding and the last one the output head.
+    embedding and the last one the output head. Groups of `share` layers, which use one set of
+    weights, stay together.
 
     >>> [list(stage) for stage in split_layers(5, 3)]
     [[0, 1], [2, 3], [4]]
@@ -90,15 +91,20 @@ def split_layers(
     [2, 3, 3, 2]
     >>> [list(stage) for stage in split_layers(5, 3, [1, 3, 1])]
     [[0], [1, 2, 3], [4]]
+    >>> [list(stage) for stage in split_layers(6, 2, share=2)]
+    [[0, 1, 2, 3], [4, 5]]
     """
-    if not 1 <= stages <= num_layers:
-        raise ValueError(f"{num_layers} layers cannot fill {stages} stages")
+    if num_layers % share or not 1 <= stages <= num_layers // share:
+        shared = "" if share == 1 else f", each {share} sharing their weights,"
+        raise ValueError(f"{num_layers} layers{shared} cannot fill {stages} stages")
     if sizes is None:
-        base, left_over = divmod(num_layers, stages)
-        sizes = [base] * stages
+        base, left_over = divmod(num_layers // share, stages)
+        sizes = [base * share] * stages
         first = (stages - left_over) // 2
         for stage in range(first, first + left_over):
-            sizes[stage] += 1
+            sizes[stage] += share
+    elif any(size % share for size in sizes):
+        raise ValueError(f"{list(sizes)} parts layers that share weights: {share} each")
     elif len(sizes) != stages or sum(sizes) != num_layers or min(sizes) < 1:
         raise ValueError(f"{list(sizes)} is no split of {num_layers} layers into {stages} stages")
     bounds = [sum(sizes[:stage]) for stage in range(stages + 1)]

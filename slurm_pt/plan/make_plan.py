@@ -90,7 +90,12 @@ def _stage_layers(config: RunConfig) -> tuple[int, ...]:
     """How many layers each stage has."""
     parallel = config.parallel
     stages = parallel.pp * parallel.virtual_stages
-    split = split_layers(config.model.num_layers, stages, parallel.stage_layers)
+    split = split_layers(
+        config.model.num_layers,
+        stages,
+        parallel.stage_layers,
+        share=config.model.share_layers,
+    )
     return tuple(len(layers) for layers in split)
 
 

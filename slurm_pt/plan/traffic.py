@@ -34,15 +34,20 @@ class StageShape:
     has_embedding: bool
     has_head: bool
     parameters: int
-    """On this rank, tied copies included."""
+    """Trained on this rank, tied copies included."""
     whole_parameters: int = 0
-    """Of those: the same on every tensor rank (norms, biases of row-parallel layers, positions)."""
+    """Of those: the same on every tensor rank (norms, biases of row-parallel layers, positions; of
+    an adapter the factor that is not split)."""
     shared_parameters: int = 0
     """Of those: heads of keys and values that neighbouring tensor ranks hold too."""
     tied_parameters: int = 0
     """Of those: the token embedding, where another stage holds a copy."""
     padding: int = 0
     """With ZeRO: what fills each bucket up to a multiple of dp, less than dp numbers a bucket."""
+    frozen: bool = False
+    """Adapters alone are trained, and some of them sit on query, key or value."""
+    adapter_ranks: int = 0
+    """Of one layer: the rank, for each adapter of a column-parallel output."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +102,31 @@ def tensor_bytes(stage: StageShape, step: StepShape, *, tp: int, sequence: bool)
     Two forward, two backward: all-reduces, or with a split sequence a gather and a scatter each,
     and two more gathers for the weight gradients. The embedding has one forward, the head one
     backward, the loss three numbers a token.
+
+    Frozen weights need no gathers for their gradients, but a scatter of what adapters give within;
+    and nothing goes back to the embedding. The gradients of whole parameters are summed once.
     """
     if tp == 1:
         return 0.0
     whole = step.hidden_bytes
     both = all_reduce_bytes(whole, tp)  # as much as a gather and a scatter
     per_micro_batch = 4 * both * stage.layers
-    if sequence:
+    if sequence and stage.frozen:
+        within = step.activation_bytes * step.tokens * stage.adapter_ranks
+        per_micro_batch += gather_bytes(within, tp) * stage.layers
+    elif sequence:
         per_micro_batch += 2 * gather_bytes(whole, tp) * stage.layers
     if stage.has_embedding:
         per_micro_batch += both  # with a split sequence: a scatter forward, a gather backward
+        if stage.frozen:  # neither that gather, nor the first layer's reduction
+            per_micro_batch -= both
     if stage.has_head:
         per_micro_batch += both
-        if sequence:
+        if sequence and not stage.frozen:
             per_micro_batch += gather_bytes(whole, tp)
         per_micro_batch += all_reduce_bytes(3 * step.loss_bytes * step.tokens, tp)
-    once = all_reduce_bytes(step.gradient_bytes * stage.whole_parameters, tp) if sequence else 0.0
+    partial = stage.whole_parameters if sequence or stage.frozen else 0
+    once = all_reduce_bytes(step.gradient_bytes * partial, tp)
     return step.num_microbatches * per_micro_batch + once
 
 

@@ -15,13 +15,17 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from slurm_pt.config.choices import Activation, Bias, Norm, Positions, Recompute
-from slurm_pt.config.schema import ModelConfig
+from slurm_pt.config.schema import LoraConfig, ModelConfig
 from slurm_pt.parallel.axis import TensorAxis
-from slurm_pt.parallel.tensor import ColumnParallelLinear, Prepare, RowParallelLinear, Rows
+from slurm_pt.parallel.low_rank import LowRank
+from slurm_pt.parallel.product import Prepare
+from slurm_pt.parallel.tensor import ColumnParallelLinear, RowParallelLinear, Rows
 from slurm_pt.parallel.vocabulary import VocabParallelEmbedding
 from slurm_pt.training.dropout import SampleDropout
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.rotary import Rotary
+
+NO_LORA = LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Build:
     device: torch.device
     dtype: torch.dtype
     recompute: Recompute = Recompute.none
+    lora: LoraConfig = NO_LORA
 
     @property
     def kind(self) -> dict[str, Any]:
@@ -42,6 +47,13 @@ class Build:
 
     def dropout(self, site: str) -> SampleDropout:
         return SampleDropout(self.config.dropout, seed=self.seed, site=site, axis=self.axis)
+
+    def low_rank(self, *targets: str) -> LowRank | None:
+        """The update of those among these outputs that get one; None: none of them does."""
+        chosen = frozenset(self.lora.targets).intersection(targets)
+        if self.lora.rank is None or not chosen:
+            return None
+        return LowRank(self.lora.rank, self.lora.scale, chosen)
 
     def norm(self) -> nn.Module:
         norm = RMSNorm if self.config.norm is Norm.rms else LayerNorm
@@ -79,15 +91,19 @@ class Embedding(nn.Module):
 
 
 class Layer(nn.Module):
-    """x + attention(norm(x)), then x + ffn(norm(x))."""
+    """x + attention(norm(x)), then x + ffn(norm(x)); with the weights of another layer, if given.
 
-    def __init__(self, build: Build, index: int):
+    Source of the latter: Liu et al. 2024, arXiv:2402.14905, section 2.2.4 (neighbours); Lan et al.
+    2019, arXiv:1909.11942 (all layers).
+    """
+
+    def __init__(self, build: Build, index: int, same_as: Layer | None = None):
         super().__init__()
-        self.attention_norm = build.norm()
-        self.attention = Attention(build)
+        self.attention_norm: nn.Module = same_as.attention_norm if same_as else build.norm()
+        self.attention: Attention = same_as.attention if same_as else Attention(build)
         self.attention_dropout = build.dropout(f"layers.{index}.attention")
-        self.ffn_norm = build.norm()
-        self.ffn = FeedForward(build)
+        self.ffn_norm: nn.Module = same_as.ffn_norm if same_as else build.norm()
+        self.ffn: FeedForward = same_as.ffn if same_as else FeedForward(build)
         self.ffn_dropout = build.dropout(f"layers.{index}.ffn")
         self.recompute = build.recompute
 
@@ -136,6 +152,7 @@ class Attention(nn.Module):
             },
             axis=build.axis,
             bias=config.bias is not Bias.none,
+            low_rank=build.low_rank("query", "key", "value"),
             **build.kind,
         )
         self.output = RowParallelLinear(
@@ -143,6 +160,7 @@ class Attention(nn.Module):
             config.hidden_size,
             axis=build.axis,
             bias=config.bias is Bias.all,
+            low_rank=build.low_rank("attention.output"),
             **build.kind,
         )
         self.rotary = Rotary(config) if config.positions is Positions.rotary else None
@@ -184,11 +202,17 @@ class FeedForward(nn.Module):
             {"gate": wide, "up": wide} if gated else {"up": wide},
             axis=build.axis,
             bias=bias,
+            low_rank=build.low_rank("gate", "up"),
             **build.kind,
         )
         self.gated = gated
         self.down = RowParallelLinear(
-            config.ffn_size, config.hidden_size, axis=build.axis, bias=bias, **build.kind
+            config.ffn_size,
+            config.hidden_size,
+            axis=build.axis,
+            bias=bias,
+            low_rank=build.low_rank("down"),
+            **build.kind,
         )
 
     def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:

@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from slurm_pt.config.choices import DType, Recompute
-from slurm_pt.config.schema import ModelConfig
+from slurm_pt.config.schema import LoraConfig, ModelConfig
 from slurm_pt.parallel.axis import TensorAxis
+from slurm_pt.parallel.low_rank import LowRankUpdate
 from slurm_pt.parallel.model_part import Piece, pieces_of, shared_gradients
+from slurm_pt.parallel.product import column_parallel_linear
 from slurm_pt.parallel.shard import WHOLE
-from slurm_pt.parallel.tensor import ColumnParallelLinear, column_parallel_linear
+from slurm_pt.parallel.tensor import ColumnParallelLinear
 from slurm_pt.parallel.vocabulary import vocab_parallel_cross_entropy
 from slurm_pt.training.dropout import seed_of
-from slurm_pt.training.layers import Build, Embedding, Layer
+from slurm_pt.training.layers import NO_LORA, Build, Embedding, Layer
 from slurm_pt.training.micro_batch import MicroBatch
 
 TOKEN_EMBEDDING = "embedding.tokens.weight"  # noqa: S105 (a name, not a secret)
@@ -77,14 +79,15 @@ class GPTStage(nn.Module):
         dtype: DType,
         seed: int,
         recompute: Recompute = Recompute.none,
+        lora: LoraConfig = NO_LORA,
     ):
         super().__init__()
         self.config, self.span, self.axis, self.seed = config, span, axis, seed
         self.dtype = compute_dtype(dtype)
-        build = Build(config, axis, seed, device, parameter_dtype(dtype), recompute)
+        self.has_adapters = lora.rank is not None
+        build = Build(config, axis, seed, device, parameter_dtype(dtype), recompute, lora)
         self.embedding = Embedding(build) if span.first else None
-        # Keyed by the index in the whole model: names are the same in every layout.
-        self.layers = nn.ModuleDict({str(index): Layer(build, index) for index in span.layers})
+        self.layers = _layers(build, span.layers)
         self.final_norm = build.norm() if span.last else None
         tied_here = config.tie_embeddings and span.first and span.last
         self.head = (
@@ -94,6 +97,8 @@ class GPTStage(nn.Module):
             if span.last and not tied_here
             else None
         )
+        if self.has_adapters:
+            _freeze_all_but_adapters(self)
         if device.type != "meta":
             self._initialise()
 
@@ -156,14 +161,16 @@ class GPTStage(nn.Module):
         return None if self.embedding is None else self.embedding.tokens.weight
 
     def partial_gradients(self) -> list[nn.Parameter]:
-        """The parameters whose gradient each tensor rank knows for its part of the sequence alone.
+        """The whole parameters of which each tensor rank knows a part of the gradient alone.
 
-        Sum them over the tensor group, once a step. Empty unless the sequence is split.
+        That of its part of the sequence, where it is split; and for an adapter's whole factor that
+        of its own features. Sum them over the tensor group, once a step.
         """
-        if not self.axis.splits_sequence:
+        if not (self.axis.splits_sequence or (self.has_adapters and self.axis.tp > 1)):
             return []
         whole = {piece.parameter for piece in self.pieces() if piece.shard == WHOLE}
-        return [parameter for name, parameter in self.named_parameters() if name in whole]
+        named = self.named_parameters()
+        return [held for name, held in named if name in whole and held.requires_grad]
 
     def shared_gradients(self) -> list[Tensor]:
         """The gradients of what several tensor ranks hold for different query heads.
@@ -189,9 +196,33 @@ class GPTStage(nn.Module):
             if piece.stored.endswith("bias"):
                 local.zero_()
                 continue
+            if piece.stored.endswith("lora_b"):  # so that at first the adapters give 0
+                local.zero_()
+                continue
             generator = torch.Generator().manual_seed(seed_of(self.seed, piece.stored))
             full = torch.empty(piece.shard.whole_shape(local.shape), dtype=torch.float32)
             residual = piece.stored.endswith(("attention.output.weight", "ffn.down.weight"))
             std = residual_std if residual else self.config.init_std
+            if piece.stored.endswith("lora_a"):
+                std = 1.0 / math.sqrt(3 * full.shape[1])  # that of the authors' uniform draw
             full.normal_(0.0, std, generator=generator)
             local.copy_(full[piece.shard.slices(local.shape)])
+
+
+def _layers(build: Build, span: range) -> nn.ModuleDict:
+    """The layers by their index in the whole model: names are the same in every layout.
+
+    Of those that share weights the first one's name is stored.
+    """
+    made: dict[str, Layer] = {}
+    for index in span:
+        first = index - index % build.config.share_layers
+        made[str(index)] = Layer(build, index, made.get(str(first)))
+    return nn.ModuleDict(made)
+
+
+def _freeze_all_but_adapters(stage: nn.Module) -> None:
+    stage.requires_grad_(False)
+    for module in stage.modules():
+        if isinstance(module, LowRankUpdate):
+            module.requires_grad_(True)

@@ -10,12 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from slurm_pt.config.choices import Schedule
-from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from slurm_pt.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.model_part import Piece
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.parallel.zero import ShardedParameters
 from slurm_pt.plan.layout import split_layers
+from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.model import GPTStage, StageSpan
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class RankModel:
         parallel: ParallelConfig,
         train: TrainConfig,
         groups: ProcessGroups,
+        lora: LoraConfig = NO_LORA,
     ):
         pp, virtual_stages = groups.layout.pp, parallel.virtual_stages
         if pp == 1 and virtual_stages > 1 and config.tie_embeddings:
@@ -49,7 +51,10 @@ class RankModel:
         zero_bubble = self.schedule is Schedule.zero_bubble
         self.weight_gradients = WeightGradients() if zero_bubble else None
         stages = pp * virtual_stages
-        layers = split_layers(config.num_layers, stages, parallel.stage_layers)
+        layers = split_layers(
+            config.num_layers, stages, parallel.stage_layers, share=config.share_layers
+        )
+        recompute = train.recompute_stages or [train.recompute] * stages
         axis = TensorAxis.of(
             groups, sequence=parallel.sequence, weight_gradients=self.weight_gradients
         )
@@ -61,13 +66,16 @@ class RankModel:
                 device=groups.device,
                 dtype=train.dtype,
                 seed=train.seed,
-                recompute=train.recompute,
+                recompute=recompute[stage],
+                lora=lora,
             )
             for stage in range(groups.place.pp_rank, stages, pp)
         ]
         self.dtype = self.chunks[0].dtype
         self.sharding = (
-            ShardedParameters(self.parameters(), group=groups.dp, apart=self.tied_parameter())
+            ShardedParameters(
+                self.trained_parameters().values(), group=groups.dp, apart=self.tied_parameter()
+            )
             if parallel.zero == 1
             else None
         )
@@ -79,6 +87,10 @@ class RankModel:
     def parameters(self) -> Iterator[nn.Parameter]:
         for chunk in self.chunks:
             yield from chunk.parameters()
+
+    def trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Those that are not frozen: with adapters the adapters, else all."""
+        return {name: p for name, p in self.named_parameters() if p.requires_grad}
 
     def owned(self, tensor: Tensor) -> Tensor:
         """What this replica updates of a parameter, of rows of one, or of their gradient.
@@ -93,8 +105,13 @@ class RankModel:
             chunk.train(training)
 
     def pieces(self) -> list[Piece]:
-        """What is stored of all chunks."""
+        """How all chunks are cut into what is stored."""
         return [piece for chunk in self.chunks for piece in chunk.pieces()]
+
+    def trained_pieces(self) -> list[Piece]:
+        """Those of what is not frozen."""
+        trained = self.trained_parameters()
+        return [piece for piece in self.pieces() if piece.parameter in trained]
 
     def partial_gradients(self) -> list[nn.Parameter]:
         """To be summed over the tensor group, once a step; see `GPTStage.partial_gradients`."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from slurm_pt.parallel.stored import stored_pieces, stored_tensors
+from slurm_pt.parallel.low_rank import FACTORS
+from slurm_pt.parallel.stored import Stored, stored_pieces, stored_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,8 +35,24 @@ def stored_state(
     local: LocalUpdates | None,
 ) -> StoredState:
     """Everything to be saved. With local updates, all replicas have the agreed weights."""
-    tensors, shards = stored_tensors(model, optimizer.state(), sharding=model.sharding)
+    tensors, shards = stored_tensors(
+        model, optimizer.state(), weights=model.trained_parameters(), sharding=model.sharding
+    )
     if local is None:
         return StoredState(tensors, shards, own=reduction.state())
     agreed, shards = stored_pieces(model, local.state())
     return StoredState(agreed, shards, own=tensors)
+
+
+def base_tensors(model: RankModel) -> Stored:
+    """The weights to be loaded from another run's checkpoint.
+
+    All but adapters, which a run begins for itself.
+    """
+    parameters = dict(model.named_parameters())
+    weights = {
+        piece.parameter: parameters[piece.parameter].detach()
+        for piece in model.pieces()
+        if not piece.stored.endswith(FACTORS)
+    }
+    return stored_pieces(model, {"model": weights})

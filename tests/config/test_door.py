@@ -119,6 +119,10 @@ def test_a_valid_configuration_becomes_frozen_and_typed():
         ("model.hidden_size", 66, "divisible by model.num_heads=4", "a divisor such as 1, 2, 3,"),
         ("parallel.tp", 3, "must divide model.num_heads=4", "parallel.tp to one of 1, 2, 4"),
         ("parallel.pp", 5, "more stages than model.num_layers=4", "set parallel.pp=4 or less"),
+        ("model.share_layers", 3, "must divide model.num_layers=4", "to one of 1, 2, 4"),
+        ("model.share_layers", 0, "must divide model.num_layers=4", "to one of 1, 2, 4"),
+        ("lora.rank", 0, "must be at least 1", "set lora.rank=8"),
+        ("train.recompute_stages", ["full", "none"], "2 values for 1 stages", "=[selective], or"),
         ("train.seq_len", 129, "longer than model.max_seq_len=128", "set train.seq_len=128"),
     ],
 )
@@ -426,6 +430,31 @@ INTERLEAVED = {"parallel__schedule": "interleaved", "parallel__pp": 2}
             "numbers of layers, each at least 1",
             "for example parallel.stage_layers=[2,2], or null",
         ),
+        (
+            {"parallel__pp": 2, "parallel__stage_layers": [1, 3], "model__share_layers": 2},
+            "parallel.stage_layers",
+            "layers that share weights (model.share_layers=2) must be on one stage",
+            "for example parallel.stage_layers=[2,2], or null",
+        ),
+        (
+            {"parallel__pp": 4, "model__share_layers": 2},
+            "model.share_layers",
+            "makes 2 groups out of 4 layers, and layers that share weights must be on one stage: "
+            "parallel.pp=4 * parallel.virtual_stages=1 = 4 stages are more",
+            "use 2 stages or less, or set model.share_layers=1",
+        ),
+        (
+            {"train__recompute_stages": ["full"], "train__recompute": "selective"},
+            "train.recompute_stages",
+            "excludes train.recompute=selective",
+            "set train.recompute=none, or train.recompute_stages=null",
+        ),
+        (
+            {"train__recompute_stages": ["sellective"]},
+            "train.recompute_stages[0]",
+            "not one of the choices",
+            "use one of none, selective, full; did you mean selective?",
+        ),
     ],
 )
 def test_stages_that_cannot_be_are_refused_with_what_can(asked, key, rule, fix):
@@ -444,6 +473,28 @@ def test_a_zero_stage_that_the_trainer_does_not_have_is_refused():
 def test_the_optimizers_state_may_be_split_and_be_in_host_memory():
     config = read_config(small_config(parallel__zero=1, train__offload_optimizer=True))
     assert (config.parallel.zero, config.train.offload_optimizer) == (1, True)
+
+
+@pytest.mark.parametrize(
+    ("targets", "value", "rule", "fix"),
+    [
+        ([], "[]", "adapters without a place", "or set lora.rank=null"),
+        (["gate"], "gate", "model.activation=gelu has no gate", "leave gate out"),
+        (["quary"], "quary", "no such layer; did you mean query", "query, key, value"),
+        (["up", "up"], "up", "named twice", "name it once"),
+    ],
+)
+def test_adapters_have_a_place_in_the_model(targets, value, rule, fix):
+    (problem,) = problems_of(lora__rank=4, lora__targets=targets).values()
+    assert (problem.key, problem.value) == ("lora.targets", value)
+    assert rule in problem.rule
+    assert fix in problem.fix
+    read_config(small_config(lora__targets=targets))  # without a rank there are none
+
+
+@pytest.mark.parametrize("alpha", [0.0, -1.0, NAN, float("inf")])
+def test_adapters_have_a_positive_scale(alpha):
+    assert "must be positive" in problems_of(lora__rank=4, lora__alpha=alpha)["lora.alpha"].rule
 
 
 def test_stages_that_fit_are_taken():

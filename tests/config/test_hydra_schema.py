@@ -22,6 +22,7 @@ GROUP_FILES = sorted((path.parent.name, path.stem) for path in CONFIGS.glob("*/*
 COMPANIONS = {
     ("train", "gpt2"): ["model=gpt2_124m"],
     ("data", "tokens"): ["data.path=/tokens"],
+    ("lora", "all_linear"): ["model=tiny_llama"],
     ("data", "mixture"): ["data.mixture=[{path: /a, weight: 3}, {path: /b, weight: 1}]"],
 }
 

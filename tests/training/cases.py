@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 
 from slurm_pt.config.choices import Activation, Bias, DType, Norm, Positions, Recompute, Schedule
-from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
+from slurm_pt.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset
+from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.loop import LoopEnd, StepRecord, train_loop
 from slurm_pt.training.optimizer import NamedAdamW
 from slurm_pt.training.rank_model import RankModel
@@ -54,6 +55,7 @@ class Variant:
     model: ModelConfig = MODEL
     train: TrainConfig = TRAIN
     sequence: bool = False
+    lora: LoraConfig = NO_LORA
 
 
 VARIANTS = {
@@ -113,8 +115,9 @@ def build(
     train: TrainConfig,
     groups: ProcessGroups,
     parallel: ParallelConfig = ONE_F_ONE_B,
+    lora: LoraConfig = NO_LORA,
 ) -> RankModel:
-    return RankModel(model, parallel=parallel, train=train, groups=groups)
+    return RankModel(model, parallel=parallel, train=train, groups=groups, lora=lora)
 
 
 def dataset_of(folder: Path, model: ModelConfig, config: TrainConfig) -> TokenDataset:
@@ -134,11 +137,12 @@ def train(
     groups: ProcessGroups,
     *,
     parallel: ParallelConfig = ONE_F_ONE_B,
+    lora: LoraConfig = NO_LORA,
     stop_requested: Callable[[], bool] = never,
 ) -> tuple[RankModel, NamedAdamW, list[StepRecord], LoopEnd]:
     """A run from the start: the stage and optimizer as they end, its records and its end."""
-    stage = build(model, config, groups, parallel)
-    optimizer = NamedAdamW(dict(stage.named_parameters()), config, owned=stage.owned)
+    stage = build(model, config, groups, parallel, lora)
+    optimizer = NamedAdamW(stage.trained_parameters(), config, owned=stage.owned)
     records: list[StepRecord] = []
     end = train_loop(
         model=stage,

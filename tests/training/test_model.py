@@ -138,6 +138,26 @@ def test_bfloat16_computes_in_bfloat16_and_keeps_float32_weights_and_gradients()
     assert loss.item() == pytest.approx(exact(None, micro_batch()).item(), rel=1e-2)
 
 
+def test_layers_that_share_weights_have_the_sum_of_the_gradients_of_their_copies():
+    config = replace(MODEL, num_layers=4, dropout=0.1)
+    shared, copies = build(replace(config, share_layers=2)), build(config)
+    held, apart = dict(shared.named_parameters()), dict(copies.named_parameters())
+    assert {name for name in held if name.startswith("layers.")} == {
+        name for name in apart if name.startswith(("layers.0.", "layers.2."))
+    }
+    with torch.no_grad():
+        for name, parameter in apart.items():
+            parameter.copy_(held[name.replace("layers.1.", "layers.0.").replace("s.3.", "s.2.")])
+    losses = [stage(None, micro_batch()) for stage in (shared, copies)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-14)
+    for name, parameter in held.items():
+        second = name.replace("layers.0.", "layers.1.").replace("layers.2.", "layers.3.")
+        expected = apart[name].grad + (apart[second].grad if second != name else 0.0)
+        torch.testing.assert_close(parameter.grad, expected, rtol=1e-11, atol=1e-16)
+
+
 def test_dropout_is_a_function_of_seed_step_sample_and_site():
     def mask(*, seed=1, step=4, samples=(7, 8, 9), site="layers.0.ffn", axis=ALONE):
         dropout = SampleDropout(0.25, seed=seed, site=site, axis=axis)

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from slurm_pt.config.choices import GradientCompression, Schedule
-from slurm_pt.config.schema import ParallelConfig
+from slurm_pt.config.schema import LoraConfig, ParallelConfig
 from slurm_pt.parallel.data import make_reduction
 from slurm_pt.plan import traffic
 from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.plan.parameters import COLUMN_PARALLEL
+from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.local_updates import LocalUpdates
 from slurm_pt.training.loop import train_loop
 from slurm_pt.training.optimizer import NamedAdamW
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from slurm_pt.config.schema import ModelConfig
+    from slurm_pt.config.schema import ModelConfig, TrainConfig
     from slurm_pt.parallel.groups import ProcessGroups
     from slurm_pt.training.rank_model import RankModel
 
@@ -72,9 +74,9 @@ def counted_and_planned(
             ),
             local=LocalUpdates.of(train, parameters, group=groups.dp),
         )
-    planned = _planned(model, model_config, groups, config, local_steps)
+    of_a_step = planned(model, model_config, train, groups, config)
     groups.close()
-    return {purpose: (sent[purpose] / local_steps, size) for purpose, size in planned.items()}
+    return {purpose: (sent[purpose] / local_steps, size) for purpose, size in of_a_step.items()}
 
 
 @contextmanager
@@ -138,25 +140,29 @@ def counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
             setattr(dist, name, function)
 
 
-def _planned(
+def planned(
     model: RankModel,
     config: ModelConfig,
+    train: TrainConfig,
     groups: ProcessGroups,
     parallel: ParallelConfig,
-    local_steps: int,
+    lora: LoraConfig = NO_LORA,
 ) -> dict[str, float]:
+    """Bytes that this rank sends in one step, by the formulas; without recomputation."""
     layout, tp = groups.layout, groups.layout.tp
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    parameters = dict(model.named_parameters())
+    parameters = model.trained_parameters()
+    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     owned = [
         (piece, model.owned(piece.of(parameters[piece.parameter])).numel())
         for piece in model.pieces()
+        if piece.parameter in parameters
     ]
     shared = sum(
         size for piece, size in owned if piece.shard.dim is not None and piece.shard.parts < tp
     )
     whole = sum(size for piece, size in owned if piece.shard.dim is None)
-    tied = model.tied_parameter()
+    tied = model.tied_parameter() if lora.rank is None else None
+    adapted = [target for target in lora.targets if target in COLUMN_PARALLEL]
     buffers = [] if model.sharding is None else model.sharding.buffers
     padding = sum(buffer.numel() for buffer in buffers) - sum(sizes.values()) if buffers else 0
     spans = [chunk.span for chunk in model.chunks]
@@ -169,11 +175,13 @@ def _planned(
         shared_parameters=shared,
         tied_parameters=0 if tied is None else model.owned(tied).numel(),
         padding=padding,
+        frozen=lora.rank is not None,
+        adapter_ranks=(lora.rank or 0) * len(adapted),
     )
     step = traffic.StepShape(
-        num_microbatches=ONE_STEP.global_batch_size // layout.dp,
-        micro_batch_size=1,
-        seq_len=ONE_STEP.seq_len,
+        num_microbatches=train.global_batch_size // train.micro_batch_size // layout.dp,
+        micro_batch_size=train.micro_batch_size,
+        seq_len=train.seq_len,
         hidden_size=config.hidden_size,
         activation_bytes=8,
         loss_bytes=8,
@@ -187,7 +195,7 @@ def _planned(
         "tensor": traffic.tensor_bytes(stage, step, tp=tp, sequence=sequence),
         "shared heads": traffic.shared_head_bytes(stage, step, sharing=groups.kv.size()),
         "pipeline": traffic.pipeline_bytes(step, sends=sends, tp=tp, sequence=sequence),
-        "data": _planned_data_bytes(model, stage, step, layout.dp, parallel, local_steps),
+        "data": _planned_data_bytes(model, stage, step, layout.dp, parallel, train.local_steps),
         "tied embedding": traffic.tied_bytes(stage, step),
     }
 
