@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -10,8 +11,6 @@ from slurm_pt.parallel.model_part import ModelPart, Piece
 from slurm_pt.parallel.shard import Fragment, Shard
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from slurm_pt.parallel.zero import ShardedParameters
 
 Stored = tuple[dict[str, Tensor], dict[str, Shard]]

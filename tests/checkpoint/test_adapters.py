@@ -19,6 +19,7 @@ from slurm_pt.checkpoint.whole_model import StoredTensors, WholeModel, open_mode
 from slurm_pt.config.choices import DType
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.axis import TensorAxis
+from slurm_pt.parallel.low_rank import FACTORS
 from slurm_pt.training.hugging_face import to_their_config
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan
@@ -60,7 +61,7 @@ def stage_with(config, model):
     parameters = dict(stage.named_parameters())
     with torch.no_grad():
         for piece in stage.pieces():
-            held = model.adapters if piece.is_adapter else model.base
+            held = model.adapters if piece.stored.endswith(FACTORS) else model.base
             piece.of(parameters[piece.parameter]).copy_(held.read(f"model/{piece.stored}"))
     return stage
 
