@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slurm_pt.config import RunConfig, read_config
+from slurm_pt.config import Engine, RunConfig, read_config
 from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
 from slurm_pt.launch.preemption import shield
@@ -26,11 +26,9 @@ from slurm_pt.run_inputs import read_run_config
 from slurm_pt.starting import Clock, say, start_run
 
 if TYPE_CHECKING:
-    from slurm_pt.parallel.shard import Shard
+    from slurm_pt.training.data import TokenDataset
+    from slurm_pt.training.engine import StepEngine
     from slurm_pt.training.loop import StepRecord
-    from slurm_pt.training.loss_scale import LossScale
-    from slurm_pt.training.optimizer import NamedAdamW
-    from slurm_pt.training.rank_model import RankModel
 
 
 NOTABLE_WAIT = 0.1
@@ -69,53 +67,39 @@ def train(cfg: Any) -> dict[str, Any] | None:
 
 @dataclasses.dataclass
 class _Trainer:
-    """Our model, optimizer and data, tied to a run."""
+    """An engine with its model, optimizer and data, tied to a run."""
 
     config: RunConfig
-    model: RankModel
-    optimizer: NamedAdamW
-    dataset: Any
-    loss_scale: LossScale
+    engine: StepEngine
     last_loss: float | None = None
-
-    def tensors(self) -> tuple[dict[str, Any], dict[str, Shard]]:
-        """Everything to be saved by its stored name, and which part of the whole it is."""
-        from slurm_pt.training.rank_model import stored_tensors
-
-        return stored_tensors(self.model, self.optimizer)
 
     def resume(self, run: Run) -> int:
         """The step to go on from; 0 for a run that has no checkpoint yet."""
-        tensors, shards = self.tensors()
+        tensors, shards = self.engine.stored()
         resumed = run.checkpointer.resume(tensors, shards=shards)
         if resumed is None:
             if self.config.train.init_from is not None:
                 weights = {name: t for name, t in tensors.items() if name.startswith("model/")}
                 path = Path(self.config.train.init_from).expanduser()
                 run.checkpointer.load_weights(path, weights, shards=shards)
+                self.engine.loaded(0)
             return 0
-        self.optimizer.set_step(resumed.common.get("updates", resumed.step))
-        self.loss_scale.load(resumed.common.get("loss_scale"))
+        self.engine.loaded(resumed.common.get("updates", resumed.step))
+        self.engine.loss_scale.load(resumed.common.get("loss_scale"))
         run.note_resumed(resumed.step, resumed.skipped)
         return resumed.step
 
     def train(self, run: Run, first_step: int) -> Any:
-        from slurm_pt.training.loop import train_loop
+        from slurm_pt.training.loop import run_steps
 
-        return train_loop(
-            model=self.model,
-            optimizer=self.optimizer,
-            dataset=self.dataset,
-            config=self.config.train,
-            groups=run.groups,
+        return run_steps(
+            self.engine,
             start_step=first_step,
             stop_requested=run.request.is_set,
             save_due=run.save_interval_is_over,
             save=lambda step: self.save(run, step),
             record=lambda record: self._record(run, record, first_step),
-            phase=run.heartbeat.enter,
             prefetch=self.config.data.prefetch,
-            loss_scale=self.loss_scale,
         )
 
     def _record(self, run: Run, record: StepRecord, first_step: int) -> None:
@@ -138,11 +122,11 @@ class _Trainer:
         )
 
     def save(self, run: Run, step: int) -> None:
-        tensors, shards = self.tensors()
+        tensors, shards = self.engine.stored()
         common = {
             "global_batch_size": self.config.train.global_batch_size,
-            "updates": self.optimizer.updates,
-            "loss_scale": self.loss_scale.state(),
+            "updates": self.engine.updates,
+            "loss_scale": self.engine.loss_scale.state(),
         }
         run.save_tensors(step, tensors, shards=shards, common=common)
 
@@ -161,14 +145,9 @@ class _Trainer:
 
 
 def _build(run: Run, config: RunConfig) -> _Trainer:
-    """Model shard, optimizer and data of this rank."""
+    """The engine of this rank with its data."""
     from slurm_pt.training.data import TokenDataset
-    from slurm_pt.training.loss_scale import LossScale
-    from slurm_pt.training.optimizer import NamedAdamW
-    from slurm_pt.training.rank_model import RankModel
 
-    model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
-    optimizer = NamedAdamW(dict(model.named_parameters()), config.train)
     dataset = TokenDataset(
         _data_paths(run, config),
         seq_len=config.train.seq_len,
@@ -180,7 +159,32 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     )
     if config.train.eval_interval is not None:
         dataset.check_validation(config.train.eval_batches)
-    return _Trainer(config, model, optimizer, dataset, LossScale.of(config.train))
+    return _Trainer(config, _engine(run, config, dataset))
+
+
+def _engine(run: Run, config: RunConfig, dataset: TokenDataset) -> StepEngine:
+    """What runs the steps of this rank, with its part of the model."""
+    phase = run.heartbeat.enter
+    if config.train.engine is Engine.deepspeed:
+        from slurm_pt.training.engine_deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(
+            config.model,
+            parallel=config.parallel,
+            train=config.train,
+            dataset=dataset,
+            groups=run.groups,
+            phase=phase,
+        )
+    from slurm_pt.training.loss_scale import LossScale
+    from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
+    from slurm_pt.training.step import TrainStep
+
+    model = RankModel(config.model, parallel=config.parallel, train=config.train, groups=run.groups)
+    optimizer = NamedAdamW(dict(model.named_parameters()), config.train)
+    scale = LossScale.of(config.train)
+    return TrainStep(model, optimizer, dataset, config.train, run.groups, phase, scale)
 
 
 def _data_paths(run: Run, config: RunConfig) -> Path | dict[Path, float]:

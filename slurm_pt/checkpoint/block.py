@@ -6,6 +6,7 @@ have. Importing this module imports DCP (2 s): import it where it is needed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,38 +21,58 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from slurm_pt.parallel.shard import Shard
+from slurm_pt.parallel.shard import FlatPart, Part
 
 
 @dataclass(frozen=True)
 class Block:
-    """A contiguous part along one dim. Its methods are those that DCP asks of a DTensor."""
+    """A part of a tensor: boxes of the whole, one but for a range of a flat tensor.
 
-    tensor: Tensor
+    Its methods are those that DCP asks of a DTensor.
+    """
+
     whole: torch.Size
-    offsets: torch.Size
+    boxes: dict[torch.Size, Tensor]
+    """What the rank holds, by its offsets in the whole."""
+    properties: TensorProperties
 
     @classmethod
-    def of(cls, tensor: Tensor, shard: Shard) -> Block:
-        """The block that a rank's part is."""
-        whole, offsets = shard.whole_shape(tensor.shape), shard.offsets(tensor.shape)
-        return cls(tensor, torch.Size(whole), torch.Size(offsets))
+    def of(cls, tensor: Tensor, part: Part) -> Block:
+        """The block that a rank's part is; it shares the tensor's memory."""
+        boxes: dict[torch.Size, Tensor] = {}
+        if isinstance(part, FlatPart):
+            begin = 0
+            for box in part.boxes(tensor.numel()):
+                end = begin + math.prod(box.shape)
+                boxes[torch.Size(box.offsets)] = tensor[begin:end].view(box.shape)
+                begin = end
+        else:
+            boxes[torch.Size(part.offsets(tensor.shape))] = tensor
+        whole = torch.Size(part.whole_shape(tensor.shape))
+        return cls(whole, boxes, TensorProperties.create_from_tensor(tensor))
 
     def size(self) -> torch.Size:
         """Of the whole: DCP compares it with what is stored."""
         return self.whole
 
+    def at(self, index: MetadataIndex) -> Tensor:
+        """The box that DCP asks for."""
+        if index.offset is None:
+            raise ValueError(f"{index.fqn} is held in boxes, and is asked for as a whole")
+        return self.boxes[index.offset]
+
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        data = TensorWriteData(
-            chunk=self.__create_chunk_list__()[0],
-            properties=TensorProperties.create_from_tensor(self.tensor),
-            size=self.whole,
-        )
-        index = MetadataIndex(fqn, self.offsets)
-        return [WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)]
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, self.properties, self.whole),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=self.offsets, sizes=self.tensor.shape)]
+        return [ChunkStorageMetadata(offsets, box.shape) for offsets, box in self.boxes.items()]
 
 
 class BlockSavePlanner(DefaultSavePlanner):
@@ -59,7 +80,7 @@ class BlockSavePlanner(DefaultSavePlanner):
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         found = self.state_dict[index.fqn]
-        return found.tensor if isinstance(found, Block) else super().lookup_object(index)
+        return found.at(index) if isinstance(found, Block) else super().lookup_object(index)
 
 
 class BlockLoadPlanner(DefaultLoadPlanner):
@@ -78,4 +99,4 @@ class BlockLoadPlanner(DefaultLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         found = self.state_dict[index.fqn]
-        return found.tensor if isinstance(found, Block) else super().lookup_tensor(index)
+        return found.at(index) if isinstance(found, Block) else super().lookup_tensor(index)

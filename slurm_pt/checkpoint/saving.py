@@ -26,7 +26,7 @@ from slurm_pt.checkpoint.store import FileRecord, Manifest
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
-from slurm_pt.parallel.shard import Shard
+from slurm_pt.parallel.shard import Part
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Snapshot:
 
     step: int
     tensors: Mapping[str, Tensor]
-    shards: Mapping[str, Shard]
+    shards: Mapping[str, Part]
     fingerprint: str
     """Of all tensors of the rank, also of those that another rank saves."""
     rank_state: bytes

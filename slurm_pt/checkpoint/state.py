@@ -2,8 +2,9 @@
 
 Stored names and shapes are those of the whole tensor, the same in every layout: that is what lets
 a checkpoint of any (tp, pp, dp) be loaded into any other. A part of a tensor is a contiguous
-block along its shard dim. A fused weight (q, k and v in one) is no such block once it is split, so
-its parts go in under names of their own, as views.
+block along its shard dim; under ZeRO a range of such a block, which is a few boxes. A fused weight
+(q, k and v in one) is no such block once it is split, so its parts go in under names of their own,
+as views.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slurm_pt.parallel.shard import WHOLE, Shard
+from slurm_pt.parallel.shard import WHOLE, FlatPart, Part
 from slurm_pt.plan.layout import ParallelLayout, Place
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 def save_tree(
     tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, Part],
 ) -> dict[str, Any]:
     """The state dict for DCP, to save from or to load into; it shares the tensors' memory.
 
@@ -36,14 +37,15 @@ def save_tree(
 
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        shard = shards.get(name, WHOLE)
-        tree[name] = Block.of(tensor.detach(), shard) if shard.split else tensor.detach()
+        part = shards.get(name, WHOLE)
+        is_block = isinstance(part, FlatPart) or part.split
+        tree[name] = Block.of(tensor.detach(), part) if is_block else tensor.detach()
     return tree
 
 
 def names_to_save(
     tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, Part],
     *,
     layout: ParallelLayout,
     place: Place,
@@ -59,6 +61,11 @@ def names_to_save(
     for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
         size = tensors[name].nbytes
         shard = shards.get(name, WHOLE)
+        if isinstance(shard, FlatPart):
+            # Each rank has a range of its own; tensor ranks may have the same.
+            if size and place.tp_rank % (layout.tp // shard.shard.parts) == 0:
+                mine.append(name)
+            continue
         if shard.split:
             # All parts from one copy of the model; parts are of one size. Of ranks that hold the
             # same part, the first writes it.
@@ -73,20 +80,26 @@ def names_to_save(
     return mine
 
 
-def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:
-    """Equal on ranks that hold the same names, formats, local shapes and shards."""
-    seen = [
-        (name, str(tensor.dtype), tuple(tensor.shape), shard.dim, shard.parts)
-        for name, tensor in sorted(tensors.items())
-        for shard in [shards.get(name, WHOLE)]
-    ]
+def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Part]) -> str:
+    """Equal on ranks that hold the same names, formats, local shapes and shards.
+
+    Of ranges, that of which they are ranges.
+    """
+    seen = []
+    for name, tensor in sorted(tensors.items()):
+        part = shards.get(name, WHOLE)
+        if isinstance(part, FlatPart):
+            shard, shape = part.shard, part.local
+        else:
+            shard, shape = part, tuple(tensor.shape)
+        seen.append((name, str(tensor.dtype), shape, shard.dim, shard.parts))
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
 def mismatches(
     stored: Mapping[str, StoredTensor],
     tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Shard],
+    shards: Mapping[str, Part],
     *,
     any_format: bool = False,
 ) -> list[str]:

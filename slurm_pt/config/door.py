@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from slurm_pt.config.engine_rules import engine_rules
 from slurm_pt.config.model_rules import model_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
@@ -191,6 +192,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from _positive_rules(config)
         yield from model_rules(config)
         yield from stage_rules(config)
+        yield from engine_rules(config)
         yield from _batch_rules(config)
         yield from _data_rules(config)
 

@@ -18,6 +18,7 @@ from slurm_pt.config.choices import (
     Activation,
     Bias,
     DType,
+    Engine,
     Norm,
     Positions,
     Recompute,
@@ -111,6 +112,9 @@ class ParallelConfig:
     """Pieces of the model on each pipeline rank, 2 or more with schedule=interleaved, else 1."""
     stage_layers: list[int] | None = None
     """Layers of each of the pp * virtual_stages stages, in order; null: as even as can be."""
+    zero: int = 0
+    """ZeRO stage: 0 none; 1 shards the optimizer's state over dp; 2 also gradients and 3 also
+    weights (both with train.engine=deepspeed)."""
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,12 @@ class TrainConfig:
     """float16: what the loss is multiplied with at first; halved when a gradient overflows."""
     loss_scale_window: int = 1000
     """float16: steps without an overflow after which the factor is doubled."""
+    engine: Engine = Engine.native
+    """native, or deepspeed (parallel.zero 1 to 3; needs the extra slurm_pt[deepspeed])."""
+    offload_optimizer: bool = False
+    """deepspeed: keep float32 weights and moments in host memory, and update them there."""
+    offload_parameters: bool = False
+    """deepspeed, parallel.zero=3: keep each rank's part of the weights in host memory, too."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again instead of keeping it: none, selective or full."""
     seed: int = 0

@@ -96,6 +96,7 @@ class GPTStage(nn.Module):
         dtype: DType,
         seed: int,
         recompute: Recompute = Recompute.none,
+        initialise: bool = True,
     ):
         super().__init__()
         self.config, self.span, self.axis, self.seed = config, span, axis, seed
@@ -113,7 +114,7 @@ class GPTStage(nn.Module):
             if span.last and not tied_here
             else None
         )
-        if device.type != "meta":
+        if initialise and device.type != "meta":
             self._initialise()
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
@@ -204,29 +205,29 @@ class GPTStage(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Initial weights as GPT-2's: normal, residual outputs scaled down, biases 0, norms 1.
-
-        Each tensor is drawn on its full shape and in float32 on the CPU from a generator seeded
-        by (seed, stored name), then sliced: the same in any layout, on any device.
-        """
-        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         parameters = dict(self.named_parameters())
         for piece in self.pieces():
             local = piece.of(parameters[piece.parameter])
-            if "norm" in piece.stored:
-                local.fill_(1.0 if piece.stored.endswith("weight") else 0.0)
-                continue
-            if piece.stored.endswith("bias"):
-                local.zero_()
-                continue
-            generator = torch.Generator().manual_seed(seed_of(self.seed, piece.stored))
-            full = torch.empty(piece.shard.whole_shape(local.shape), dtype=torch.float32)
-            residual = piece.stored.endswith(("attention.output.weight", "ffn.down.weight"))
-            std = residual_std if residual else self.config.init_std
-            full.normal_(0.0, std, generator=generator)
-            begin = piece.shard.offsets(local.shape)
-            part = tuple(slice(b, b + n) for b, n in zip(begin, local.shape, strict=True))
-            local.copy_(full[part])
+            local.copy_(self.initial_value(piece, local.shape))
+
+    def initial_value(self, piece: Piece, shape: torch.Size) -> Tensor:
+        """What a piece of this local shape begins with, float32 on the CPU.
+
+        As GPT-2's: normal, residual outputs scaled down, biases 0, norms 1. Each tensor is drawn
+        on its full shape from a generator seeded by (seed, stored name), then sliced: the same in
+        any layout, on any device.
+        """
+        if "norm" in piece.stored:
+            return torch.full(shape, 1.0 if piece.stored.endswith("weight") else 0.0)
+        if piece.stored.endswith("bias"):
+            return torch.zeros(shape)
+        residual = piece.stored.endswith(("attention.output.weight", "ffn.down.weight"))
+        depth = math.sqrt(2 * self.config.num_layers) if residual else 1.0
+        generator = torch.Generator().manual_seed(seed_of(self.seed, piece.stored))
+        full = torch.empty(piece.shard.whole_shape(shape), dtype=torch.float32)
+        full.normal_(0.0, self.config.init_std / depth, generator=generator)
+        begin = piece.shard.offsets(shape)
+        return full[tuple(slice(b, b + n) for b, n in zip(begin, shape, strict=True))]
 
 
 def _stored_parts(module: nn.Module, parameter: str) -> Iterator[StoredPart]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slurm_pt.config.choices import Schedule
+from slurm_pt.config.choices import Engine, Schedule
 from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.weight_gradients import WeightGradients
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from slurm_pt.parallel.groups import ProcessGroups
-    from slurm_pt.parallel.shard import Shard
+    from slurm_pt.parallel.shard import Part
     from slurm_pt.training.optimizer import NamedAdamW
 
 
@@ -48,10 +48,15 @@ class RankModel:
         self.schedule = parallel.schedule
         zero_bubble = self.schedule is Schedule.zero_bubble
         self.weight_gradients = WeightGradients() if zero_bubble else None
+        # DeepSpeed listens to autograd, and sets initial weights where it has split them.
+        own = train.engine is Engine.native
         stages = pp * virtual_stages
         layers = split_layers(config.num_layers, stages, parallel.stage_layers)
         axis = TensorAxis.of(
-            groups, sequence=parallel.sequence, weight_gradients=self.weight_gradients
+            groups,
+            sequence=parallel.sequence,
+            weight_gradients=self.weight_gradients,
+            adds_gradients=own,
         )
         self.chunks = [
             GPTStage(
@@ -62,6 +67,7 @@ class RankModel:
                 dtype=train.dtype,
                 seed=train.seed,
                 recompute=train.recompute,
+                initialise=own,
             )
             for stage in range(groups.place.pp_rank, stages, pp)
         ]
@@ -108,7 +114,7 @@ class RankModel:
 
 def stored_tensors(
     model: RankModel, optimizer: NamedAdamW
-) -> tuple[dict[str, Tensor], dict[str, Shard]]:
+) -> tuple[dict[str, Tensor], dict[str, Part]]:
     """Everything to be saved by its stored name, and which part of the whole it is.
 
     The names are the same in every layout and for every schedule.
@@ -117,7 +123,7 @@ def stored_tensors(
     for kind, moments in optimizer.state().items():
         held[f"optimizer/{kind}"] = moments
     tensors: dict[str, Tensor] = {}
-    shards: dict[str, Shard] = {}
+    shards: dict[str, Part] = {}
     for piece in model.pieces():
         for kind, by_parameter in held.items():
             tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])

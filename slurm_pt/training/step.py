@@ -7,13 +7,11 @@ loss, and whether anyone asked to stop or to save.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from slurm_pt.errors import ConfigError, DivergedError, Problem
+from slurm_pt.errors import ConfigError, Problem
 from slurm_pt.parallel.data import (
     GradientBuckets,
     clip_factor,
@@ -22,18 +20,21 @@ from slurm_pt.parallel.data import (
     sum_gradients,
     sum_tied_gradient,
 )
-from slurm_pt.parallel.groups import ProcessGroups, all_reduce
-from slurm_pt.parallel.pipeline import Message, run_forward_pipeline, run_pipeline
+from slurm_pt.parallel.groups import ProcessGroups
+from slurm_pt.parallel.pipeline import Message, run_pipeline
+from slurm_pt.training.engine import Evaluation, Totals, Update, diverged, sum_over_all
+from slurm_pt.training.evaluation import evaluate
 from slurm_pt.training.feed import Feed
 from slurm_pt.training.loss_scale import LossScale
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.optimizer import NamedAdamW
-from slurm_pt.training.rank_model import RankModel
+from slurm_pt.training.rank_model import RankModel, stored_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slurm_pt.config.schema import TrainConfig
+    from slurm_pt.parallel.shard import Part
     from slurm_pt.training.data import TokenDataset
 
 
@@ -56,29 +57,8 @@ def num_microbatches(config: TrainConfig, dp: int) -> int:
     return count
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What all ranks know after the one reduction of a step."""
-
-    loss: float
-    grad_norm: float
-    stop: bool
-    save: bool
-    blank: bool
-    """Some rank had no tokens: this step does not count."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What all ranks know after looking at the held-out tokens."""
-
-    loss: float | None
-    """None: broken off by a wish to stop."""
-    stop: bool
-
-
 class TrainStep:
-    """The parts of one step."""
+    """Our own engine: the parts of one step."""
 
     def __init__(
         self,
@@ -134,60 +114,58 @@ class TrainStep:
         square = squared_norm(self.counted, device=device)
         # 0 times a number is 0, but for those that are not finite: they spoil the sum.
         square += 0.0 * squared_norm(self.copies, device=device)
-        flags = torch.tensor([stop, save, blank], dtype=torch.float64)
-        sums = torch.cat([torch.stack([loss, square]), flags.to(device)])
-        loss_sum, square_sum, *raised = all_reduce(sums, self.groups.world).tolist()
-        stops, saves, blanks = (count > 0 for count in raised)
+        (loss_sum, square_sum), (stops, saves, blanks) = sum_over_all(
+            [loss, square], stop=stop, save=save, blank=blank, groups=self.groups
+        )
         grad_norm = math.sqrt(square_sum) / self.loss_scale.factor
-        return Totals(loss=loss_sum, grad_norm=grad_norm, stop=stops, save=saves, blank=blanks)
+        return Totals(loss=loss_sum, stop=stops, save=saves, blank=blanks, grad_norm=grad_norm)
 
     def evaluate(self, stop_requested: Callable[[], bool]) -> Evaluation:
-        """The mean loss of the held-out batches, without dropout.
-
-        Between two of them ranks agree whether to go on: a long evaluation must not use up a
-        preempted job's grace.
-        """
+        """The mean loss of the held-out batches, without dropout."""
         self.model.train(False)
-        loss_sum = 0.0
-        for number in range(self.config.eval_batches):
-            loss = run_forward_pipeline(
-                self.model.chunks,
-                self.feed.validation(number),
-                message=self.message,
-                groups=self.groups,
-            )
-            if self.groups.place.tp_rank != 0:  # as in a step: count it once
-                loss.zero_()
-            stop = torch.full_like(loss, float(stop_requested()))
-            sums = torch.stack([loss / self.groups.layout.dp, stop])
-            batch_loss, stops = all_reduce(sums, self.groups.world).tolist()
-            if stops > 0:
-                self.model.train(True)
-                return Evaluation(loss=None, stop=True)
-            loss_sum += batch_loss
+        evaluation = evaluate(
+            self.model.chunks,
+            self.feed,
+            batches=self.config.eval_batches,
+            message=self.message,
+            groups=self.groups,
+            stop_requested=stop_requested,
+        )
         self.model.train(True)
-        return Evaluation(loss=loss_sum / self.config.eval_batches, stop=False)
+        return evaluation
 
-    def update(self, grad_norm: float, lr: float) -> bool:
-        """Whether the weights were changed: not if a float16 gradient overflowed on any rank.
+    def update(self, totals: Totals, lr: float) -> Update:
+        """Skipped if a float16 gradient overflowed on any rank.
 
         Raises DivergedError for a norm that is not finite in other formats, before the weights
         are touched.
         """
+        grad_norm = totals.grad_norm
+        if grad_norm is None:
+            raise ValueError("the norm of the gradients is part of this engine's reduction")
         overflow = not math.isfinite(grad_norm)
         if overflow and not self.loss_scale.is_dynamic:
-            raise DivergedError(
-                f"the gradient norm is {grad_norm}: the training has diverged. The weights were "
-                "left as they were, and checkpoints from before are whole. Lower train.lr, set "
-                "train.grad_clip or more train.warmup_steps, or look for damaged data"
-            )
+            raise diverged(grad_norm)
         if not overflow:
             factor = clip_factor(grad_norm, self.config.grad_clip) / self.loss_scale.factor
             if factor != 1.0:
                 self.buckets.scale(factor)
             self.optimizer.step(lr)
         self.loss_scale.note(overflow=overflow)
-        return not overflow
+        return Update(grad_norm=grad_norm, skipped=overflow)
+
+    @property
+    def updates(self) -> int:
+        """How often the weights were changed."""
+        return self.optimizer.updates
+
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
+        """Weights and moments by stored name, and which part of the whole each is."""
+        return stored_tensors(self.model, self.optimizer)
+
+    def loaded(self, updates: int) -> None:
+        """Take over what was loaded into `stored`, after so many updates."""
+        self.optimizer.set_step(updates)
 
 
 def _counted_gradients(
