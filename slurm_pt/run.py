@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +48,7 @@ from slurm_pt.submit.slurm import SlurmClient
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.checkpointer import Checkpointer
     from slurm_pt.parallel.groups import ProcessGroups
-    from slurm_pt.parallel.shard import Part
+    from slurm_pt.parallel.shard import Shard
 
 END_BARRIER_S = 60.0
 """How long a finished rank waits for its peers before it leaves without them."""
@@ -203,7 +203,7 @@ class Run:
         step: int,
         tensors: dict[str, Any],
         *,
-        shards: Mapping[str, Part],
+        shards: dict[str, Shard],
         common: dict[str, Any],
     ) -> None:
         """Saves named tensors, each whole or the part that its shard says. Collective."""

@@ -7,6 +7,7 @@ have. Importing this module imports DCP (2 s): import it where it is needed.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,44 +22,40 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from slurm_pt.parallel.shard import FlatPart, Part
+from slurm_pt.parallel.shard import Shard
 
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a tensor: boxes of the whole, one but for a range of a flat tensor.
-
-    Its methods are those that DCP asks of a DTensor.
-    """
+    """Some boxes of a whole tensor. Its methods are those that DCP asks of a DTensor."""
 
     whole: torch.Size
-    boxes: dict[torch.Size, Tensor]
-    """What the rank holds, by its offsets in the whole."""
-    properties: TensorProperties
+    boxes: Mapping[torch.Size, Tensor]
+    """By where they begin in the whole. None: a replica that keeps nothing of this tensor."""
 
     @classmethod
-    def of(cls, tensor: Tensor, part: Part) -> Block:
-        """The block that a rank's part is; it shares the tensor's memory."""
-        boxes: dict[torch.Size, Tensor] = {}
-        if isinstance(part, FlatPart):
-            begin = 0
-            for box in part.boxes(tensor.numel()):
-                end = begin + math.prod(box.shape)
-                boxes[torch.Size(box.offsets)] = tensor[begin:end].view(box.shape)
-                begin = end
-        else:
-            boxes[torch.Size(part.offsets(tensor.shape))] = tensor
-        whole = torch.Size(part.whole_shape(tensor.shape))
-        return cls(whole, boxes, TensorProperties.create_from_tensor(tensor))
+    def of(cls, tensor: Tensor, shard: Shard) -> Block:
+        """What a rank holds; the boxes share the tensor's memory."""
+        boxes = shard.boxes(tensor.shape)
+        parts = [tensor]
+        if len(boxes) != 1:
+            parts = list(torch.split(tensor, [math.prod(box.shape) for box in boxes]))
+        return cls(
+            torch.Size(shard.whole_shape(tensor.shape)),
+            {
+                torch.Size(box.offsets): part.view(box.shape)
+                for box, part in zip(boxes, parts, strict=True)
+            },
+        )
 
     def size(self) -> torch.Size:
         """Of the whole: DCP compares it with what is stored."""
         return self.whole
 
     def at(self, index: MetadataIndex) -> Tensor:
-        """The box that DCP asks for."""
+        """The box that DCP means."""
         if index.offset is None:
-            raise ValueError(f"{index.fqn} is held in boxes, and is asked for as a whole")
+            raise ValueError(f"{index.fqn} consists of boxes: which one?")
         return self.boxes[index.offset]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -66,7 +63,11 @@ class Block:
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, self.properties, self.whole),
+                tensor_data=TensorWriteData(
+                    chunk=chunk,
+                    properties=TensorProperties.create_from_tensor(self.boxes[chunk.offsets]),
+                    size=self.whole,
+                ),
             )
             for chunk in self.__create_chunk_list__()
         ]

@@ -23,7 +23,7 @@ from slurm_pt.checkpoint.saving import Saver, Snapshot
 from slurm_pt.config.schema import CheckpointConfig
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
-from slurm_pt.parallel.shard import Part
+from slurm_pt.parallel.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Checkpointer:
         step: int,
         tensors: Mapping[str, Tensor],
         *,
-        shards: Mapping[str, Part],
+        shards: Mapping[str, Shard],
         rank_state: dict[str, Any],
         common: dict[str, Any],
         wait: bool,
@@ -152,7 +152,7 @@ class Checkpointer:
             self._thread = None
 
     def resume(
-        self, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Part]
+        self, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Shard]
     ) -> Resumed | None:
         """Load the newest usable step into the tensors, in place; None when there is none at all.
 
@@ -166,7 +166,7 @@ class Checkpointer:
         self,
         allocate: Callable[[Path], Mapping[str, Tensor]],
         *,
-        shards: Mapping[str, Part] | None = None,
+        shards: Mapping[str, Shard] | None = None,
     ) -> Resumed | None:
         """Like `resume`, for tensors that are only known once the checkpoint is.
 
@@ -179,7 +179,7 @@ class Checkpointer:
         return resumed
 
     def load_weights(
-        self, path: Path, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Part]
+        self, path: Path, tensors: Mapping[str, Tensor], *, shards: Mapping[str, Shard]
     ) -> None:
         """Load tensors from a committed checkpoint of another run, in place; formats may differ.
 

@@ -16,7 +16,7 @@ from slurm_pt.checkpoint.store import Manifest, StoredCheckpoint
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
-from slurm_pt.parallel.shard import Part
+from slurm_pt.parallel.shard import Shard
 
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.tensor_files import StoredTensor
@@ -66,7 +66,7 @@ class Loader:
     def load(
         self,
         allocate: Callable[[Path], Mapping[str, Tensor]],
-        shards: Mapping[str, Part],
+        shards: Mapping[str, Shard],
     ) -> Resumed | None:
         """Fill the tensors that `allocate` gives for a checkpoint's folder; None: there is none.
 
@@ -89,7 +89,7 @@ class Loader:
         )
 
     def load_weights(
-        self, path: Path, tensors: Mapping[str, Tensor], shards: Mapping[str, Part]
+        self, path: Path, tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]
     ) -> None:
         """Fill these tensors from one committed checkpoint, of any number format.
 
@@ -137,7 +137,7 @@ class Loader:
         path: Path,
         index: Mapping[str, StoredTensor],
         tensors: Mapping[str, Tensor],
-        shards: Mapping[str, Part],
+        shards: Mapping[str, Shard],
         *,
         any_format: bool = False,
     ) -> None:

@@ -26,7 +26,7 @@ from slurm_pt.checkpoint.store import FileRecord, Manifest
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
-from slurm_pt.parallel.shard import Part
+from slurm_pt.parallel.shard import Shard
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Snapshot:
 
     step: int
     tensors: Mapping[str, Tensor]
-    shards: Mapping[str, Part]
+    shards: Mapping[str, Shard]
     fingerprint: str
     """Of all tensors of the rank, also of those that another rank saves."""
     rank_state: bytes

@@ -2,22 +2,23 @@
 
 Stored names and shapes are those of the whole tensor, the same in every layout: that is what lets
 a checkpoint of any (tp, pp, dp) be loaded into any other. A part of a tensor is a contiguous
-block along its shard dim; under ZeRO a range of such a block, which is a few boxes. A fused weight
-(q, k and v in one) is no such block once it is split, so its parts go in under names of their own,
-as views.
+block along its shard dim, or with ZeRO a range of such a block's numbers: a few boxes. A fused
+weight (q, k and v in one) is no such block once it is split, so its parts go in under names of
+their own, as views.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from slurm_pt.parallel.shard import WHOLE, FlatPart, Part
+from slurm_pt.parallel.shard import WHOLE, Fragment, Shard
 from slurm_pt.plan.layout import ParallelLayout, Place
 
 if TYPE_CHECKING:
@@ -26,26 +27,26 @@ if TYPE_CHECKING:
 
 def save_tree(
     tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Part],
+    shards: Mapping[str, Shard],
 ) -> dict[str, Any]:
     """The state dict for DCP, to save from or to load into; it shares the tensors' memory.
 
-    A tensor that is split over the tensor group becomes a Block, which tells DCP where the part
-    lies in the whole. Any other is replicated, and stays what it is.
+    A tensor that is split over the tensor group or the replicas becomes a Block, which tells DCP
+    where the part lies in the whole. Any other is replicated, and stays what it is.
     """
     from slurm_pt.checkpoint.block import Block
 
     tree: dict[str, Any] = {}
     for name, tensor in tensors.items():
-        part = shards.get(name, WHOLE)
-        is_block = isinstance(part, FlatPart) or part.split
-        tree[name] = Block.of(tensor.detach(), part) if is_block else tensor.detach()
+        shard = shards.get(name, WHOLE)
+        is_part = shard.split or isinstance(shard, Fragment)
+        tree[name] = Block.of(tensor.detach(), shard) if is_part else tensor.detach()
     return tree
 
 
 def names_to_save(
     tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Part],
+    shards: Mapping[str, Shard],
     *,
     layout: ParallelLayout,
     place: Place,
@@ -57,49 +58,52 @@ def names_to_save(
     divided by dp. All ranks of a pipeline stage must hold the same names; see `fingerprint`.
     """
     load = {(tp, dp): 0 for dp in range(layout.dp) for tp in range(layout.tp)}
+    sizes = {name: _bytes_of_part(tensor, shards.get(name)) for name, tensor in tensors.items()}
     mine = []
-    for name in sorted(tensors, key=lambda name: (-tensors[name].nbytes, name)):
-        size = tensors[name].nbytes
+    for name in sorted(tensors, key=lambda name: (-sizes[name], name)):
+        size = sizes[name]
         shard = shards.get(name, WHOLE)
-        if isinstance(shard, FlatPart):
-            # Each rank has a range of its own; tensor ranks may have the same.
-            if size and place.tp_rank % (layout.tp // shard.shard.parts) == 0:
-                mine.append(name)
-            continue
         if shard.split:
-            # All parts from one copy of the model; parts are of one size. Of ranks that hold the
-            # same part, the first writes it.
+            # All parts from one copy of the model; parts are of one size. Of tensor ranks that
+            # hold the same part, the first writes it.
             dp_rank = min(range(layout.dp), key=lambda dp: load[0, dp])
             writers = [(tp, dp_rank) for tp in range(0, layout.tp, layout.tp // shard.parts)]
         else:
             writers = [min(load, key=lambda writer: load[writer])]
+        if isinstance(shard, Fragment):  # every replica has its own
+            writers = [(tp, dp) for tp, _ in writers for dp in range(layout.dp)]
+            size //= layout.dp
         for writer in writers:
             load[writer] += size
-        if (place.tp_rank, place.dp_rank) in writers:
+        if (place.tp_rank, place.dp_rank) in writers and tensors[name].numel():
             mine.append(name)
     return mine
 
 
-def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Part]) -> str:
-    """Equal on ranks that hold the same names, formats, local shapes and shards.
+def _bytes_of_part(tensor: Tensor, shard: Shard | None) -> int:
+    """The same on all replicas, also where each holds only a fragment of the part."""
+    if isinstance(shard, Fragment):
+        return math.prod(shard.shape) * tensor.element_size()
+    return tensor.nbytes
 
-    Of ranges, that of which they are ranges.
+
+def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:
+    """Equal on ranks that hold the same names, formats, shapes and shards, whichever part of them.
+
+    Whether fragments make up a whole is seen by DCP, when it plans the save.
     """
-    seen = []
-    for name, tensor in sorted(tensors.items()):
-        part = shards.get(name, WHOLE)
-        if isinstance(part, FlatPart):
-            shard, shape = part.shard, part.local
-        else:
-            shard, shape = part, tuple(tensor.shape)
-        seen.append((name, str(tensor.dtype), shape, shard.dim, shard.parts))
+    seen = [
+        (name, str(tensor.dtype), shard.whole_shape(tensor.shape), shard.dim, shard.parts)
+        for name, tensor in sorted(tensors.items())
+        for shard in [shards.get(name, WHOLE)]
+    ]
     return hashlib.sha256(json.dumps(seen).encode()).hexdigest()
 
 
 def mismatches(
     stored: Mapping[str, StoredTensor],
     tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Part],
+    shards: Mapping[str, Shard],
     *,
     any_format: bool = False,
 ) -> list[str]:

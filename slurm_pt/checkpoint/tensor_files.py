@@ -17,6 +17,7 @@ import hashlib
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -292,13 +293,14 @@ def _lay_out(items: Sequence[WriteItem], file: str) -> tuple[bytes, list[Place]]
     offsets: dict[str, list[int]] = {}
     starts: list[tuple[int, int]] = []
     at = 0
+    boxes = Counter(item.index.fqn for item in items)
     for item in items:
         data = _tensor_data(item)
         shape = list(data.chunk.sizes)
         size = math.prod(shape) * data.properties.dtype.itemsize
         name = item.index.fqn
-        if name in entries:  # a second box of it: safetensors wants a name for each
-            name += f" at {','.join(str(offset) for offset in data.chunk.offsets)}"
+        if boxes[name] > 1:  # a name of its own for each: only the index speaks of the whole
+            name += f"[{','.join(map(str, data.chunk.offsets))}]"
         dtype = _NAMES.get(data.properties.dtype)
         if dtype is None:
             raise CheckpointError(f"{name} is {data.properties.dtype}, which cannot be saved")

@@ -28,7 +28,13 @@ _J = TypeVar("_J", bound=JobConfig)
 
 SECTIONS_WITHOUT_INFLUENCE = ("slurm", "monitor", "checkpoint", "cluster", "run_root", "name")
 """Keys that do not change what a run computes, and so do not name its folder."""
-KEYS_WITHOUT_INFLUENCE = (("data", "prefetch"), ("train", "recompute"))
+KEYS_WITHOUT_INFLUENCE = (
+    ("data", "prefetch"),
+    ("train", "recompute"),
+    ("train", "offload_optimizer"),
+    ("train", "offload_parameters"),
+    ("parallel", "zero"),
+)
 """The same, within sections that do."""
 LONGEST_SIGNAL_LEAD_S = 65535
 """The largest number that sbatch takes in --signal."""

@@ -25,17 +25,13 @@ def engine_rules(config: RunConfig) -> Iterator[Problem]:
 
 
 def _native_rules(config: RunConfig) -> Iterator[Problem]:
-    zero, train = config.parallel.zero, config.train
+    zero = config.parallel.zero
     if zero > 1:
         rule = "the native engine shards the optimizer's state alone"
         yield Problem("parallel.zero", zero, rule, "set train.engine=deepspeed, or parallel.zero=1")
-    for key, on in (
-        ("train.offload_optimizer", train.offload_optimizer),
-        ("train.offload_parameters", train.offload_parameters),
-    ):
-        if on:
-            fix = f"set train.engine=deepspeed, or {key}=false"
-            yield Problem(key, on, "the native engine keeps its state on the device", fix)
+    if config.train.offload_parameters:
+        key, rule = "train.offload_parameters", "the native engine keeps weights on the device"
+        yield Problem(key, True, rule, f"set train.engine=deepspeed, or {key}=false")
 
 
 def _deepspeed_rules(config: RunConfig) -> Iterator[Problem]:

@@ -145,6 +145,10 @@ class TrainConfig:
     """Added to AdamW's denominator."""
     grad_clip: float | None = 1.0
     """Largest global gradient norm; null: no clipping."""
+    offload_optimizer: bool = False
+    """Keep the optimizer's state in host memory, and update there; on a CPU it changes nothing."""
+    offload_parameters: bool = False
+    """deepspeed, parallel.zero=3: keep each rank's part of the weights in host memory, too."""
     init_from: str | None = None
     """A committed checkpoint (a folder step_N) whose weights to start from; null: random ones."""
     dtype: DType = DType.float32
@@ -155,10 +159,6 @@ class TrainConfig:
     """float16: steps without an overflow after which the factor is doubled."""
     engine: Engine = Engine.native
     """native, or deepspeed (parallel.zero 1 to 3; needs the extra slurm_pt[deepspeed])."""
-    offload_optimizer: bool = False
-    """deepspeed: keep float32 weights and moments in host memory, and update them there."""
-    offload_parameters: bool = False
-    """deepspeed, parallel.zero=3: keep each rank's part of the weights in host memory, too."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again instead of keeping it: none, selective or full."""
     seed: int = 0

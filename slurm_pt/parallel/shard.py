@@ -1,10 +1,18 @@
-"""Which part of a whole tensor a rank of the tensor group holds. Integers only, no torch."""
+"""Which part of a whole tensor a rank holds. Integers only, no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A rectangular part of a tensor: where it begins, and how far it goes, along each dim."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -55,72 +63,71 @@ class Shard:
             size * self.index if axis == self.dim else 0 for axis, size in enumerate(local)
         )
 
+    def boxes(self, local: Sequence[int]) -> list[Box]:
+        """What of the whole is held by a tensor of this shape, in the order of its numbers."""
+        return [Box(self.offsets(local), tuple(local))]
+
 
 WHOLE = Shard()
 
 
 @dataclass(frozen=True)
-class Box:
-    """A block of a tensor."""
+class Fragment(Shard):
+    """Of a shard only a range of its numbers, counted in their flat order.
 
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class FlatPart:
-    """A range of what a tensor rank holds, in row-major order: ZeRO's part of it.
-
-    Its tensor is flat. The range ends with that tensor.
+    That is what a replica keeps of a moment with ZeRO. The tensor that holds them is flat.
     """
 
-    shard: Shard
-    local: tuple[int, ...]
-    """The shape of all that the tensor rank holds."""
-    begin: int
-    """Numbers of it that come before."""
+    shape: tuple[int, ...] = ()
+    """Of the shard."""
+    numbers: range = range(0)
+    """May be empty."""
 
-    def whole_shape(self, _: Sequence[int]) -> tuple[int, ...]:
+    @classmethod
+    def of(cls, shard: Shard, shape: Sequence[int], numbers: range) -> Fragment:
+        """Some numbers of a shard that has this shape."""
+        return cls(shard.dim, shard.parts, shard.index, tuple(shape), numbers)
+
+    def whole_shape(self, _local: Sequence[int]) -> tuple[int, ...]:
         """The shape of the whole; that of the flat tensor does not matter."""
-        return self.shard.whole_shape(self.local)
+        return super().whole_shape(self.shape)
 
-    def boxes(self, size: int) -> list[Box]:
-        """The range of `size` numbers as boxes of the whole tensor, in order.
+    def boxes(self, _local: Sequence[int]) -> list[Box]:
+        """At most 2 N - 1 for N dims.
 
-        >>> FlatPart(Shard(0, 2, 1), (2, 3), begin=1).boxes(5)
-        [Box(offsets=(2, 1), shape=(1, 2)), Box(offsets=(3, 0), shape=(1, 3))]
+        >>> for box in Fragment(shape=(3, 4), numbers=range(2, 9)).boxes((7,)):
+        ...     print(*box)
+        (0, 2) (1, 2)
+        (1, 0) (1, 4)
+        (2, 0) (1, 1)
         """
-        origin = self.shard.offsets(self.local)
+        corner = self.offsets(self.shape)
         return [
-            Box(tuple(o + b for o, b in zip(origin, box.offsets, strict=True)), box.shape)
-            for box in boxes_of_range(self.local, self.begin, self.begin + size)
+            Box(tuple(at + begin for at, begin in zip(offsets, corner, strict=True)), shape)
+            for offsets, shape in _boxes(self.shape, self.numbers.start, self.numbers.stop)
         ]
 
 
-Part = Shard | FlatPart
-"""Which part of a whole tensor a tensor is."""
-
-
-def boxes_of_range(shape: tuple[int, ...], begin: int, end: int) -> list[Box]:
-    """The numbers `begin` to `end` of a row-major tensor of n dims as at most 2 n - 1 boxes.
-
-    >>> boxes_of_range((4, 3), 2, 9)
-    [Box(offsets=(0, 2), shape=(1, 1)), Box(offsets=(1, 0), shape=(2, 3))]
-    """
+def _boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """The numbers from `begin` to `end` of a flattened tensor: a row's end, rows, a row's start."""
     if begin >= end:
-        return []
-    if len(shape) <= 1:
-        return [Box((begin,) * len(shape), (end - begin,) * len(shape))]
-    inner = shape[1:]
-    row = math.prod(inner)
+        return
+    if len(shape) < 2:
+        yield Box((begin,), (end - begin,)) if shape else Box((), ())
+        return
+    rows = shape[1:]
+    row = math.prod(rows)
+    whole_from = min(end, -(-begin // row) * row)
+    whole_to = max(whole_from, end // row * row)
+    yield from _in_row(begin // row, rows, begin, whole_from)
+    if whole_from < whole_to:
+        count = (whole_to - whole_from) // row
+        yield Box((whole_from // row, *(0 for _ in rows)), (count, *rows))
+    yield from _in_row(whole_to // row, rows, whole_to, end)
 
-    def in_row(index: int, low: int, high: int) -> list[Box]:
-        found = boxes_of_range(inner, low, high)
-        return [Box((index, *box.offsets), (1, *box.shape)) for box in found]
 
-    first, last = -(-begin // row), end // row  # rows that are whole
-    if first > last:
-        return in_row(last, begin - last * row, end - last * row)
-    head = in_row(first - 1, begin - (first - 1) * row, row) if begin < first * row else []
-    middle = [Box((first,) + (0,) * len(inner), (last - first, *inner))] if first < last else []
-    return [*head, *middle, *in_row(last, 0, end - last * row)]
+def _in_row(index: int, row: tuple[int, ...], begin: int, end: int) -> Iterator[Box]:
+    """Those of one row along dim 0, counted as in `_boxes`."""
+    first = index * math.prod(row)
+    for offsets, shape in _boxes(row, begin - first, end - first):
+        yield Box((index, *offsets), (1, *shape))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +74,8 @@ def load_deepspeed(groups: ProcessGroups) -> Any:
     os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
     import deepspeed
 
+    # DeepSpeed 0.19 calls torch 2.13's collectives by their old names, in every step.
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+", FutureWarning)
     # An all-reduce through shared memory, to be compiled; gloo does without.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     backend = "nccl" if groups.device.type == "cuda" else "gloo"

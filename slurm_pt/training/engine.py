@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from slurm_pt.config.schema import TrainConfig
-    from slurm_pt.parallel.shard import Part
+    from slurm_pt.parallel.shard import Shard
     from slurm_pt.training.feed import Feed
     from slurm_pt.training.loss_scale import LossScale
     from slurm_pt.training.micro_batch import MicroBatch
@@ -86,7 +86,7 @@ class StepEngine(Protocol):
     def evaluate(self, stop_requested: Callable[[], bool]) -> Evaluation:
         """The mean loss of the held-out batches, without dropout."""
 
-    def stored(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
         """The state itself, to save or to load into, by stored name, and what part each is."""
 
     def loaded(self, updates: int) -> None:

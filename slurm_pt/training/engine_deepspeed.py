@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
-    from slurm_pt.parallel.shard import Part
+    from slurm_pt.parallel.shard import Shard
     from slurm_pt.training.data import TokenDataset
 
 
@@ -111,7 +111,8 @@ class DeepSpeedEngine:
 
     def update(self, totals: Totals, lr: float) -> Update:  # noqa: ARG002 (other engines need it)
         """Raises DivergedError for a norm that is not finite: DeepSpeed then changes nothing."""
-        self.engine.optimizer.set_lr(lr)
+        for group in self.engine.basic_optimizer.param_groups:
+            group["lr"] = lr
         self.engine.step()
         grad_norm = float(self.engine.get_global_grad_norm())
         if not math.isfinite(grad_norm):
@@ -132,9 +133,10 @@ class DeepSpeedEngine:
         self.engine.train()
         return evaluation
 
-    def stored(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
         """The rank's flat parts of float32 weights and moments, by stored name."""
-        return self.state.stored()
+        tensors, fragments = self.state.stored()
+        return tensors, dict(fragments)
 
     def loaded(self, updates: int) -> None:
         """Take over what was loaded into `stored`, after so many updates."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from slurm_pt.parallel.groups import ProcessGroups
-    from slurm_pt.parallel.shard import Part
+    from slurm_pt.parallel.shard import Shard
     from slurm_pt.training.optimizer import NamedAdamW
 
 
@@ -114,7 +114,7 @@ class RankModel:
 
 def stored_tensors(
     model: RankModel, optimizer: NamedAdamW
-) -> tuple[dict[str, Tensor], dict[str, Part]]:
+) -> tuple[dict[str, Tensor], dict[str, Shard]]:
     """Everything to be saved by its stored name, and which part of the whole it is.
 
     The names are the same in every layout and for every schedule.
@@ -123,7 +123,7 @@ def stored_tensors(
     for kind, moments in optimizer.state().items():
         held[f"optimizer/{kind}"] = moments
     tensors: dict[str, Tensor] = {}
-    shards: dict[str, Part] = {}
+    shards: dict[str, Shard] = {}
     for piece in model.pieces():
         for kind, by_parameter in held.items():
             tensors[f"{kind}/{piece.stored}"] = piece.of(by_parameter[piece.parameter])

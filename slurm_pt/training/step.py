@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slurm_pt.config.schema import TrainConfig
-    from slurm_pt.parallel.shard import Part
+    from slurm_pt.parallel.shard import Shard
     from slurm_pt.training.data import TokenDataset
 
 
@@ -159,7 +159,7 @@ class TrainStep:
         """How often the weights were changed."""
         return self.optimizer.updates
 
-    def stored(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Shard]]:
         """Weights and moments by stored name, and which part of the whole each is."""
         return stored_tensors(self.model, self.optimizer)
 

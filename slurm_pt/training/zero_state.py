@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slurm_pt.parallel.shard import FlatPart, Part
+from slurm_pt.parallel.shard import Fragment
 from slurm_pt.training.model import Piece
 
 if TYPE_CHECKING:
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
     from slurm_pt.parallel.groups import ProcessGroups
     from slurm_pt.training.rank_model import RankModel
 
+FLAT_WEIGHTS = (
+    "fp32_partitioned_groups_flat",  # stage 3
+    "single_partition_of_fp32_groups",  # stages 1 and 2
+    "fp32_groups_flat_partition",  # stage 1 in bfloat16 has an optimizer of its own
+)
+"""Where DeepSpeed's optimizers have the float32 weights of this rank."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -44,12 +50,9 @@ class ZeroState:
 
     def __init__(self, optimizer: Any, model: RankModel, groups: ProcessGroups):
         self.optimizer, self.model = optimizer, model
-        self.stage_3 = hasattr(optimizer, "fp32_partitioned_groups_flat")
-        self.flat: list[Tensor] = (
-            optimizer.fp32_partitioned_groups_flat
-            if self.stage_3
-            else optimizer.single_partition_of_fp32_groups
-        )
+        self.stage_3 = hasattr(optimizer, FLAT_WEIGHTS[0])
+        found = next(name for name in FLAT_WEIGHTS if hasattr(optimizer, name))
+        self.flat: list[Tensor] = getattr(optimizer, found)
         self.moments: list[dict[str, Tensor]] = [self._start(flat) for flat in self.flat]
         hold = self._held_by_stage_3 if self.stage_3 else self._held_by_stages_1_and_2
         self.held = {
@@ -62,10 +65,10 @@ class ZeroState:
         """How often the weights were changed."""
         return int(self.moments[0]["step"])
 
-    def stored(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
+    def stored(self) -> tuple[dict[str, Tensor], dict[str, Fragment]]:
         """This rank's range of every stored tensor, empty where it holds nothing of it."""
         tensors: dict[str, Tensor] = {}
-        shards: dict[str, Part] = {}
+        fragments: dict[str, Fragment] = {}
         for piece in self.model.pieces():
             held = self.held[piece.parameter]
             rows = range(held.shape[0])[piece.rows]
@@ -78,18 +81,20 @@ class ZeroState:
                 high = max(min(held.begin + values.numel(), end), low)
                 name = f"{kind}/{piece.stored}"
                 tensors[name] = values[low - held.begin : high - held.begin]
-                shards[name] = FlatPart(piece.shard, local, low - first)
-        return tensors, shards
+                numbers = range(low - first, high - first)
+                fragments[name] = Fragment.of(piece.shard, local, numbers)
+        return tensors, fragments
 
     @torch.no_grad()
     def initialise(self, initial_value: Callable[[Piece, torch.Size], Tensor]) -> None:
         """Set the initial weights, of one stored tensor at a time."""
-        tensors, shards = self.stored()
+        tensors, fragments = self.stored()
         for piece in self.model.pieces():
-            part, target = shards[f"model/{piece.stored}"], tensors[f"model/{piece.stored}"]
-            if isinstance(part, FlatPart) and target.numel():
-                value = initial_value(piece, torch.Size(part.local)).reshape(-1)
-                target.copy_(value[part.begin : part.begin + target.numel()])
+            name = f"model/{piece.stored}"
+            held = fragments[name]
+            if held.numbers:
+                value = initial_value(piece, torch.Size(held.shape)).reshape(-1)
+                tensors[name].copy_(value[held.numbers.start : held.numbers.stop])
         self._show_weights()
 
     def loaded(self, updates: int) -> None:
