@@ -71,7 +71,11 @@ class Units:
 def load_deepspeed(groups: ProcessGroups) -> Any:
     """The module, on this rank's device and over the process groups that there are."""
     os.environ.setdefault("DS_ACCELERATOR", groups.device.type)
-    os.environ.setdefault("LOCAL_RANK", str(groups.device.index or 0))
+    # DeepSpeed takes it for the number of the device.
+    if groups.device.index is not None:
+        os.environ["LOCAL_RANK"] = str(groups.device.index)
+    else:
+        os.environ.setdefault("LOCAL_RANK", os.environ.get("OMPI_COMM_WORLD_LOCAL_RANK", "0"))
     import deepspeed
 
     # DeepSpeed 0.19 calls torch 2.13's collectives by their old names, in every step.

@@ -8,6 +8,8 @@ Source: Rajbhandari et al. 2020, arXiv:1910.02054.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -73,9 +75,10 @@ class DeepSpeedEngine:
         _mark_split_parameters(self.model)
         _sum_partial_gradients(self.model, groups)
         self.engine: Any
-        self.engine, *_ = deepspeed.initialize(
-            model=chunk, optimizer=adamw(chunk, train), config=config, mpu=Units(groups)
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # one of its optimizers prints
+            self.engine, *_ = deepspeed.initialize(
+                model=chunk, optimizer=adamw(chunk, train), config=config, mpu=Units(groups)
+            )
         self.state = ZeroState(self.engine.optimizer, self.model, groups)
         self.state.initialise(chunk.initial_value)
         shape = self.model.message_shape(
