@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-import deepspeed  # noqa: F401 (once, before the ranks are forked: it takes seconds)
 import torch
 
 from slurm_pt.config.choices import DType, Engine, Recompute, Schedule
