@@ -100,5 +100,5 @@ def test_autograd_sees_every_gradient_where_layers_do_not_add_themselves(kind, a
     for _ in range(2):
         backward(layer, x)
     # The first one finds no `.grad` to add to.
-    assert len(seen) == (1 if adds else 2)
+    assert len([gradient for gradient in seen if gradient is not None]) == (1 if adds else 2)
     assert torch.allclose(layer.weight.grad, 2 * grad_weight, rtol=1e-14)
