@@ -154,11 +154,10 @@ def _stopped_and_resumed(
 
 
 def _diverges(engine: Any) -> str:
-    """What is said when one rank has a gradient that is not finite."""
+    """What is said when one replica has a gradient that is not finite."""
     norm = next(p for name, p in engine.model.named_parameters() if "norm" in name)
-    norm.register_hook(
-        lambda gradient: gradient * float("inf") if engine.groups.rank == 3 else gradient
-    )
+    bad = engine.groups.place.dp_rank == 1
+    norm.register_hook(lambda gradient: gradient * float("inf") if bad else gradient)
     with engine.feed.ahead(range(1), prefetch=0) as data:
         loss = engine.gradients(engine.feed.take(0, data, give_up=never))
     totals = engine.reduce(loss, stop=False, save=False, blank=False)
@@ -284,6 +283,5 @@ def _bytes(
 
 
 def _size(tensors: list[torch.Tensor]) -> int:
-    """Bytes of the memory behind them, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
-    return sum(storages.values())
+    """Their bytes; two that are at one place count once."""
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())

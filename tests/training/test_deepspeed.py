@@ -15,9 +15,13 @@ def ranks(tokens, tmp_path_factory):
     return run_ranks(4, "tests.training.deepspeed_cases:everything", folder, tokens)
 
 
-def flat(curve):
-    """One number after another, without the evaluations that did not take place."""
-    return [number for step in curve for number in step if number is not None]
+def check(curve, expected, *, losses, norms):
+    """Both are equal to within these relative tolerances."""
+    found_losses, found_norms, found_evaluations = zip(*curve, strict=True)
+    expected_losses, expected_norms, expected_evaluations = zip(*expected, strict=True)
+    assert found_losses == pytest.approx(expected_losses, rel=losses)
+    assert found_norms == pytest.approx(expected_norms, rel=norms)
+    assert found_evaluations == pytest.approx(expected_evaluations, rel=losses)
 
 
 @pytest.mark.parametrize("name", [name for name, (equal, _) in CASES.items() if equal])
@@ -25,9 +29,10 @@ def test_every_stage_gives_the_losses_and_norms_of_our_own_engine(ranks, name):
     curves = ranks[0]["curves"]
     assert all(rank["curves"] == curves for rank in ranks)
     expected = curves[CASES[name][0]]
-    # DeepSpeed holds bfloat16 weights, ours are float32 and cast for each use.
-    tolerance = 2e-3 if "bfloat16" in name else 1e-6
-    assert flat(curves[name]) == pytest.approx(flat(expected), rel=tolerance)
+    if "bfloat16" in name:  # DeepSpeed holds such weights, ours are float32 and cast for each use
+        check(curves[name], expected, losses=2e-4, norms=2e-3)
+    else:
+        check(curves[name], expected, losses=1e-6, norms=1e-5)
 
 
 def test_what_is_compared_clips_and_evaluates(ranks):
@@ -54,9 +59,9 @@ def test_a_gradient_that_is_not_finite_ends_the_run_and_leaves_the_weights(ranks
 
 
 def test_a_run_moves_between_engines_stages_and_layouts(ranks):
-    expected = flat(ranks[0]["curves"]["native"][STOPPED_AT:])
+    expected = ranks[0]["curves"]["native"][STOPPED_AT:]
     for name, _, _ in MOVES:
-        assert flat(ranks[0]["moved"][name]) == pytest.approx(expected, rel=1e-6), name
+        check(ranks[0]["moved"][name], expected, losses=1e-6, norms=1e-5)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
