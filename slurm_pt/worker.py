@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slurm_pt.checkpoint.base_model import BaseModel
-from slurm_pt.config import RunConfig, read_config
+from slurm_pt.config import Engine, RunConfig, read_config
 from slurm_pt.errors import CheckpointError, LaunchError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
 from slurm_pt.launch.preemption import shield
@@ -29,13 +29,9 @@ from slurm_pt.starting import Clock, say, start_run
 
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.resuming import Resumed
-    from slurm_pt.parallel.reduction import Reduction
-    from slurm_pt.training.local_updates import LocalUpdates
+    from slurm_pt.training.data import TokenDataset
+    from slurm_pt.training.engine import StepEngine
     from slurm_pt.training.loop import StepRecord
-    from slurm_pt.training.loss_scale import LossScale
-    from slurm_pt.training.optimizer import NamedAdamW
-    from slurm_pt.training.rank_model import RankModel
-    from slurm_pt.training.stored_state import StoredState
 
 
 NOTABLE_WAIT = 0.1
@@ -74,62 +70,50 @@ def train(cfg: Any) -> dict[str, Any] | None:
 
 @dataclasses.dataclass
 class _Trainer:
-    """Our model, optimizer and data, tied to a run."""
+    """An engine with its model, optimizer and data, tied to a run."""
 
     config: RunConfig
-    model: RankModel
-    optimizer: NamedAdamW
-    dataset: Any
-    loss_scale: LossScale
-    reduction: Reduction
-    local: LocalUpdates | None
+    engine: StepEngine
     last_loss: float | None = None
     base: BaseModel | None = None
     """What the adapters belong to; None: there are none, or it is not loaded yet."""
 
-    def state(self) -> StoredState:
-        """Everything to be saved."""
-        from slurm_pt.training.stored_state import stored_state
-
-        return stored_state(self.model, self.optimizer, reduction=self.reduction, local=self.local)
-
     def resume(self, run: Run) -> int:
         """The step to go on from; 0 for a run that has no checkpoint yet."""
-        tensors, shards, own = self.state()
+        tensors, shards, own = self.engine.stored()
         resumed = run.checkpointer.resume(tensors, shards=shards, own=own)
         has_adapters = self.config.lora.rank is not None
         if resumed is None or has_adapters:  # checkpoints of adapters do not hold their base
             base = self._load_base(run)
             self.base = base if has_adapters else None
         if resumed is None:
-            if self.local is not None:
-                self.local.agree()
             return 0
         if self.base is not None:
             stored = BaseModel.of(resumed.common)
             if stored is not None:
                 stored.require(self.base)
         self._check_own(run, resumed)
-        self.optimizer.set_step(resumed.common.get("updates", resumed.step))
-        self.loss_scale.load(resumed.common.get("loss_scale"))
+        self.engine.loaded(resumed.common.get("updates", resumed.step))
+        self.engine.loss_scale.load(resumed.common.get("loss_scale"))
         run.note_resumed(resumed.step, resumed.skipped, own=resumed.own.value)
         return resumed.step
 
     def _load_base(self, run: Run) -> BaseModel:
         """The weights that the run starts from; random ones are there already."""
-        from slurm_pt.training.stored_state import base_tensors
-
         if self.config.train.init_from is None:
             return BaseModel(seed=self.config.train.seed)
-        tensors, shards = base_tensors(self.model)
+        tensors, shards = self.engine.base()
         path = Path(self.config.train.init_from).expanduser()
-        return run.checkpointer.load_weights(path, tensors, shards=shards)
+        base = run.checkpointer.load_weights(path, tensors, shards=shards)
+        self.engine.begin()
+        return base
 
     def _check_own(self, run: Run, resumed: Resumed) -> None:
         """Says what another number of replicas means for what each of them had of its own."""
         from slurm_pt.checkpoint.resuming import OwnState
 
-        if self.local is not None and resumed.own in {OwnState.absent, OwnState.dropped}:
+        is_local = self.config.train.local_steps > 1
+        if is_local and resumed.own in {OwnState.absent, OwnState.dropped}:
             path = run.folder.checkpoints / f"step_{resumed.step:08d}"
             raise CheckpointError(
                 f"{path} was saved between local updates with other parallel.tp or parallel.pp: "
@@ -139,30 +123,22 @@ class _Trainer:
         if run.rank != 0:
             return
         if resumed.own is OwnState.mean:
-            what = "compression errors" if self.local is None else "weights and moments"
+            what = "weights and moments" if is_local else "compression errors"
             say(f"another number of replicas: each begins with the mean of their {what}")
         elif resumed.own is OwnState.dropped:
             say("another layout: the errors of compressed gradients begin anew")
 
     def train(self, run: Run, first_step: int) -> Any:
-        from slurm_pt.training.loop import train_loop
+        from slurm_pt.training.loop import run_steps
 
-        return train_loop(
-            model=self.model,
-            optimizer=self.optimizer,
-            dataset=self.dataset,
-            config=self.config.train,
-            groups=run.groups,
+        return run_steps(
+            self.engine,
             start_step=first_step,
             stop_requested=run.request.is_set,
             save_due=run.save_interval_is_over,
             save=lambda step: self.save(run, step),
             record=lambda record: self._record(run, record, first_step),
-            phase=run.heartbeat.enter,
             prefetch=self.config.data.prefetch,
-            loss_scale=self.loss_scale,
-            reduction=self.reduction,
-            local=self.local,
         )
 
     def _record(self, run: Run, record: StepRecord, first_step: int) -> None:
@@ -185,11 +161,11 @@ class _Trainer:
         )
 
     def save(self, run: Run, step: int) -> None:
-        tensors, shards, own = self.state()
+        tensors, shards, own = self.engine.stored()
         common = {
             "global_batch_size": self.config.train.global_batch_size,
-            "updates": self.optimizer.updates,
-            "loss_scale": self.loss_scale.state(),
+            "updates": self.engine.updates,
+            "loss_scale": self.engine.loss_scale.state(),
         }
         if self.base is not None:
             common |= self.base.record()
@@ -210,23 +186,9 @@ class _Trainer:
 
 
 def _build(run: Run, config: RunConfig) -> _Trainer:
-    """Model shard, optimizer and data of this rank."""
-    from slurm_pt.parallel.data import make_reduction
+    """The engine of this rank with its data."""
     from slurm_pt.training.data import TokenDataset
-    from slurm_pt.training.local_updates import LocalUpdates
-    from slurm_pt.training.loss_scale import LossScale
-    from slurm_pt.training.optimizer import NamedAdamW
-    from slurm_pt.training.rank_model import RankModel
 
-    model = RankModel(
-        config.model,
-        parallel=config.parallel,
-        train=config.train,
-        groups=run.groups,
-        lora=config.lora,
-    )
-    parameters = model.trained_parameters()
-    optimizer = NamedAdamW(parameters, config.train, owned=model.owned)
     dataset = TokenDataset(
         _data_paths(run, config),
         seq_len=config.train.seq_len,
@@ -238,16 +200,51 @@ def _build(run: Run, config: RunConfig) -> _Trainer:
     )
     if config.train.eval_interval is not None:
         dataset.check_validation(config.train.eval_batches)
-    return _Trainer(
-        config,
+    return _Trainer(config, _engine(run, config, dataset))
+
+
+def _engine(run: Run, config: RunConfig, dataset: TokenDataset) -> StepEngine:
+    """What runs the steps of this rank, with its part of the model."""
+    phase = run.heartbeat.enter
+    if config.train.engine is Engine.deepspeed:
+        from slurm_pt.training.engine_deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(
+            config.model,
+            parallel=config.parallel,
+            train=config.train,
+            dataset=dataset,
+            groups=run.groups,
+            phase=phase,
+        )
+    from slurm_pt.parallel.data import make_reduction
+    from slurm_pt.training.local_updates import LocalUpdates
+    from slurm_pt.training.loss_scale import LossScale
+    from slurm_pt.training.optimizer import NamedAdamW
+    from slurm_pt.training.rank_model import RankModel
+    from slurm_pt.training.step import TrainStep
+
+    groups = run.groups
+    model = RankModel(
+        config.model,
+        parallel=config.parallel,
+        train=config.train,
+        groups=groups,
+        lora=config.lora,
+    )
+    parameters = model.trained_parameters()
+    return TrainStep(
         model,
-        optimizer,
+        NamedAdamW(parameters, config.train, owned=model.owned),
         dataset,
+        config.train,
+        groups,
+        phase,
         LossScale.of(config.train),
         reduction=make_reduction(
-            config.parallel, parameters.values(), group=run.groups.dp, sharding=model.sharding
+            config.parallel, parameters.values(), group=groups.dp, sharding=model.sharding
         ),
-        local=LocalUpdates.of(config.train, parameters, group=run.groups.dp),
+        local=LocalUpdates.of(config.train, parameters, group=groups.dp),
     )
 
 

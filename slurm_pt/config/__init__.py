@@ -3,7 +3,7 @@
 Never touches the disk, the network or torch.
 """
 
-from slurm_pt.config.choices import DType, Schedule
+from slurm_pt.config.choices import DType, Engine, Schedule
 from slurm_pt.config.door import plain_config, read_config, read_job_config, signature
 from slurm_pt.config.schema import (
     CheckpointConfig,
@@ -24,6 +24,7 @@ __all__ = [
     "ClusterConfig",
     "DType",
     "DataConfig",
+    "Engine",
     "JobConfig",
     "MixtureSource",
     "ModelConfig",

@@ -68,6 +68,14 @@ class Recompute(Enum):
     """All but its input: the layer's forward pass runs twice."""
 
 
+class Engine(Enum):
+    """What runs forward, backward and update of a rank."""
+
+    native = "native"
+    deepspeed = "deepspeed"
+    """DeepSpeed's ZeRO, over our model and tensor-parallel layers."""
+
+
 class Schedule(Enum):
     """In which order a pipeline runs its micro-batches."""
 

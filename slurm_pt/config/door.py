@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from slurm_pt.config.batch_rules import batch_problem
+from slurm_pt.config.engine_rules import engine_rules
 from slurm_pt.config.lora_rules import lora_rules
 from slurm_pt.config.model_rules import model_rules
-from slurm_pt.config.replica_rules import replica_rules
 from slurm_pt.config.schema import MISSING, JobConfig, MixtureSource, RunConfig
 from slurm_pt.config.slow_link_rules import slow_link_rules
 from slurm_pt.config.slurm_values import parse_memory_mib, parse_time_limit_s, suggest_memory
@@ -36,6 +36,7 @@ KEYS_WITHOUT_INFLUENCE = (
     ("train", "recompute"),
     ("train", "recompute_stages"),
     ("train", "offload_optimizer"),
+    ("train", "offload_parameters"),
     ("parallel", "zero"),
 )
 """The same, within sections that do."""
@@ -205,7 +206,7 @@ def _broken_rules(config: JobConfig) -> typing.Iterator[Problem]:
         yield from _positive_rules(config)
         yield from model_rules(config)
         yield from stage_rules(config)
-        yield from replica_rules(config)
+        yield from engine_rules(config)
         yield from slow_link_rules(config)
         yield from lora_rules(config)
         yield from _batch_rules(config)

@@ -18,6 +18,7 @@ from slurm_pt.config.choices import (
     Activation,
     Bias,
     DType,
+    Engine,
     GradientCompression,
     Norm,
     Outer,
@@ -116,7 +117,8 @@ class ParallelConfig:
     stage_layers: list[int] | None = None
     """Layers of each of the pp * virtual_stages stages, in order; null: as even as can be."""
     zero: int = 0
-    """ZeRO stage: 0, or 1: each dp rank keeps 1/dp of the optimizer's state."""
+    """ZeRO stage: 0 none; 1 shards the optimizer's state over dp; 2 also gradients and 3 also
+    weights (both with train.engine=deepspeed)."""
     gradient_compression: GradientCompression = GradientCompression.none
     """How gradients are sent between replicas: none, fp16, bf16 or powersgd."""
     powersgd_rank: int = 4
@@ -155,6 +157,8 @@ class TrainConfig:
     """Largest global gradient norm; null: no clipping."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory, and update there; on a CPU it changes nothing."""
+    offload_parameters: bool = False
+    """deepspeed, parallel.zero=3: keep each rank's part of the weights in host memory, too."""
     init_from: str | None = None
     """A committed checkpoint (a folder step_N) whose weights to start from; null: random ones."""
     dtype: DType = DType.float32
@@ -163,6 +167,8 @@ class TrainConfig:
     """float16: what the loss is multiplied with at first; halved when a gradient overflows."""
     loss_scale_window: int = 1000
     """float16: steps without an overflow after which the factor is doubled."""
+    engine: Engine = Engine.native
+    """native, or deepspeed (parallel.zero 1 to 3; needs the extra slurm_pt[deepspeed])."""
     recompute: Recompute = Recompute.none
     """What the backward pass computes again instead of keeping it: none, selective or full."""
     recompute_stages: list[Recompute] | None = None

@@ -23,6 +23,9 @@ class TensorAxis:
     """Between the blocks each rank holds its part of the sequence."""
     weight_gradients: WeightGradients | None = None
     """Asked by each layer's backward pass whether its weight gradient is to come later."""
+    adds_gradients: bool = True
+    """Layers add to `.grad` themselves, which saves a pass over memory. False: every gradient goes
+    through autograd, where the hooks of other engines see it."""
 
     @classmethod
     def of(
@@ -31,10 +34,11 @@ class TensorAxis:
         *,
         sequence: bool = False,
         weight_gradients: WeightGradients | None = None,
+        adds_gradients: bool = True,
     ) -> TensorAxis:
         """The axis of a rank of a job."""
         tp, tp_rank = groups.layout.tp, groups.place.tp_rank
-        return cls(tp, tp_rank, groups.tp, sequence, weight_gradients)
+        return cls(tp, tp_rank, groups.tp, sequence, weight_gradients, adds_gradients)
 
     @property
     def peers(self) -> dist.ProcessGroup:

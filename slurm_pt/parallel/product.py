@@ -84,7 +84,8 @@ def _weight_gradient(
     later = axis.weight_gradients
     if later is not None and later.put_off(weight, rows, columns):
         return None
-    if weight.grad is None or weight.grad.dtype != rows.dtype:
+    own = axis.adds_gradients and weight.grad is not None and weight.grad.dtype == rows.dtype
+    if not own:
         return rows.t() @ columns
     add_weight_gradient(weight, rows, columns)
     return None

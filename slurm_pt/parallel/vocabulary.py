@@ -37,9 +37,9 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:  # [seq, batch] -> [seq (/ tp), batch, features]
         if self.axis.tp == 1:
-            return _lookup(ids, self.weight)
+            return _lookup(ids, self.weight, self.axis)
         local_ids, elsewhere = _local_ids(ids, self.weight.shape[0], self.axis)
-        rows = _lookup(local_ids, self.weight).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        rows = _lookup(local_ids, self.weight, self.axis).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return sum_over_ranks(rows, axis=self.axis)
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
@@ -104,9 +104,13 @@ class _VocabCrossEntropy(torch.autograd.Function):
         return grad, None, None
 
 
-def _lookup(ids: Tensor, weight: Tensor) -> Tensor:
+def _lookup(ids: Tensor, weight: Tensor, axis: TensorAxis) -> Tensor:
     """Rows of a table; the gradient is added to the rows that were looked up, and to no others."""
-    rows: Tensor = _Lookup.apply(ids, weight)  # type: ignore[no-untyped-call]
+    rows: Tensor = (
+        _Lookup.apply(ids, weight)  # type: ignore[no-untyped-call]
+        if axis.adds_gradients
+        else functional.embedding(ids, weight)
+    )
     return rows
 
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from slurm_pt.parallel.groups import ProcessGroups
 from slurm_pt.parallel.reduction import Reduction
+from slurm_pt.training.engine import Evaluation, StepEngine
 from slurm_pt.training.feed import HostBatch
 from slurm_pt.training.local_updates import LocalUpdates
 from slurm_pt.training.loss_scale import LossScale
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
 from slurm_pt.training.rank_model import RankModel
-from slurm_pt.training.step import Evaluation, TrainStep
+from slurm_pt.training.step import TrainStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,6 +82,29 @@ def train_loop(
     reduction: Reduction | None = None,
     local: LocalUpdates | None = None,
 ) -> LoopEnd:
+    """`run_steps` with our own engine over a model and an optimizer."""
+    scale = loss_scale or LossScale.of(config)
+    return run_steps(
+        TrainStep(model, optimizer, dataset, config, groups, phase, scale, reduction, local),
+        start_step=start_step,
+        stop_requested=stop_requested,
+        save_due=save_due,
+        save=save,
+        record=record,
+        prefetch=prefetch,
+    )
+
+
+def run_steps(
+    engine: StepEngine,
+    *,
+    start_step: int,
+    stop_requested: Callable[[], bool],
+    save_due: Callable[[], bool],
+    save: Callable[[int], None],
+    record: Callable[[StepRecord], None],
+    prefetch: int = 0,
+) -> LoopEnd:
     """Train from `start_step` completed steps to `config.steps`, or until a stop is agreed.
 
     `stop_requested` of any rank counts, `save_due` of rank 0 alone. `save(step)` is called on
@@ -92,15 +116,13 @@ def train_loop(
     A rank that is asked to stop while it waits for tokens does not wait on: it goes through the
     step with blank ones, and says so in the reduction. No rank then counts that step.
     """
-    scale = loss_scale or LossScale.of(config)
-    trainer = TrainStep(model, optimizer, dataset, config, groups, phase, scale, reduction, local)
-    steps = range(start_step, config.steps)
-    with trainer.feed.ahead(steps, prefetch=prefetch) as data:
-        return _steps(trainer, data, steps, stop_requested, save_due, save, record)
+    steps = range(start_step, engine.config.steps)
+    with engine.feed.ahead(steps, prefetch=prefetch) as data:
+        return _steps(engine, data, steps, stop_requested, save_due, save, record)
 
 
 def _steps(
-    trainer: TrainStep,
+    engine: StepEngine,
     data: Prefetcher[HostBatch],
     steps: range,
     stop_requested: Callable[[], bool],
@@ -108,40 +130,40 @@ def _steps(
     save: Callable[[int], None],
     record: Callable[[StepRecord], None],
 ) -> LoopEnd:
-    config, groups, phase = trainer.config, trainer.groups, trainer.phase
+    config, groups, phase = engine.config, engine.groups, engine.phase
     for step in steps:
         begin = time.perf_counter()
         phase("data")
-        micro_batches = trainer.feed.take(step, data, give_up=stop_requested)
+        micro_batches = engine.feed.take(step, data, give_up=stop_requested)
         data_s = time.perf_counter() - begin
         blank = micro_batches is None
-        loss = trainer.gradients(step, micro_batches or trainer.feed.blank(step))
+        loss = engine.gradients(step, micro_batches or engine.feed.blank(step))
         phase("reduce")
         wants_save = groups.rank == 0 and save_due()
-        totals = trainer.reduce(step, loss, stop=stop_requested(), save=wants_save, blank=blank)
+        totals = engine.reduce(step, loss, stop=stop_requested(), save=wants_save, blank=blank)
         if totals.blank:
             return LoopEnd(step=step, stopped=True)
         phase("optimizer")
         lr = learning_rate(step, config)
-        factor = trainer.loss_scale.factor
-        updated = trainer.update(totals, lr)
-        trainer.synchronise(step)
+        factor = engine.loss_scale.factor
+        update = engine.update(totals, lr)
+        engine.synchronise(step)
         step_s = time.perf_counter() - begin
         evaluation = Evaluation(loss=None, stop=totals.stop)
         if not totals.stop and _is_evaluated(step + 1, config):
             phase("evaluate")
-            evaluation = trainer.evaluate(stop_requested)
+            evaluation = engine.evaluate(stop_requested)
         record(
             StepRecord(
                 step=step + 1,
                 loss=totals.loss,
-                grad_norm=totals.grad_norm,
+                grad_norm=update.grad_norm,
                 lr=lr,
                 tokens=config.global_batch_size * config.seq_len,
                 step_s=step_s,
                 data_s=data_s,
-                skipped=None if updated else True,
-                loss_scale=factor if trainer.loss_scale.is_dynamic else None,
+                skipped=True if update.skipped else None,
+                loss_scale=factor if engine.loss_scale.is_dynamic else None,
                 eval_loss=evaluation.loss,
             )
         )

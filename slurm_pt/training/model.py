@@ -80,6 +80,7 @@ class GPTStage(nn.Module):
         seed: int,
         recompute: Recompute = Recompute.none,
         lora: LoraConfig = NO_LORA,
+        initialise: bool = True,
     ):
         super().__init__()
         self.config, self.span, self.axis, self.seed = config, span, axis, seed
@@ -99,7 +100,7 @@ class GPTStage(nn.Module):
         )
         if self.has_adapters:
             _freeze_all_but_adapters(self)
-        if device.type != "meta":
+        if initialise and device.type != "meta":
             self._initialise()
 
     def forward(self, hidden: Tensor | None, micro_batch: MicroBatch) -> Tensor:
@@ -181,32 +182,31 @@ class GPTStage(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Initial weights as GPT-2's: normal, residual outputs scaled down, biases 0, norms 1.
-
-        Each tensor is drawn on its full shape and in float32 on the CPU from a generator seeded
-        by (seed, stored name), then sliced: the same in any layout, on any device.
-        """
-        residual_std = self.config.init_std / math.sqrt(2 * self.config.num_layers)
         parameters = dict(self.named_parameters())
         for piece in self.pieces():
             local = piece.of(parameters[piece.parameter])
-            if "norm" in piece.stored:
-                local.fill_(1.0 if piece.stored.endswith("weight") else 0.0)
-                continue
-            if piece.stored.endswith("bias"):
-                local.zero_()
-                continue
-            if piece.stored.endswith("lora_b"):  # so that at first the adapters give 0
-                local.zero_()
-                continue
-            generator = torch.Generator().manual_seed(seed_of(self.seed, piece.stored))
-            full = torch.empty(piece.shard.whole_shape(local.shape), dtype=torch.float32)
-            residual = piece.stored.endswith(("attention.output.weight", "ffn.down.weight"))
-            std = residual_std if residual else self.config.init_std
-            if piece.stored.endswith("lora_a"):
-                std = 1.0 / math.sqrt(3 * full.shape[1])  # that of the authors' uniform draw
-            full.normal_(0.0, std, generator=generator)
-            local.copy_(full[piece.shard.slices(local.shape)])
+            local.copy_(self.initial_value(piece, local.shape))
+
+    def initial_value(self, piece: Piece, shape: torch.Size) -> Tensor:
+        """What a piece of this local shape begins with, float32 on the CPU.
+
+        As GPT-2's: normal, residual outputs scaled down, biases 0, norms 1. Of an adapter's factors
+        B is 0, so that at first it gives 0. Each tensor is drawn on its full shape from a generator
+        seeded by (seed, stored name), then sliced: the same in any layout, on any device.
+        """
+        if "norm" in piece.stored:
+            return torch.full(shape, 1.0 if piece.stored.endswith("weight") else 0.0)
+        if piece.stored.endswith(("bias", "lora_b")):
+            return torch.zeros(shape)
+        generator = torch.Generator().manual_seed(seed_of(self.seed, piece.stored))
+        full = torch.empty(piece.shard.whole_shape(shape), dtype=torch.float32)
+        std = self.config.init_std
+        if piece.stored.endswith("lora_a"):
+            std = 1.0 / math.sqrt(3 * full.shape[1])  # that of the authors' uniform draw
+        elif piece.stored.endswith(("attention.output.weight", "ffn.down.weight")):
+            std /= math.sqrt(2 * self.config.num_layers)
+        full.normal_(0.0, std, generator=generator)
+        return full[piece.shard.slices(shape)]
 
 
 def _layers(build: Build, span: range) -> nn.ModuleDict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from slurm_pt.config.choices import Schedule
+from slurm_pt.config.choices import Engine, Schedule
 from slurm_pt.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.model_part import Piece
@@ -50,13 +50,18 @@ class RankModel:
         self.schedule = parallel.schedule
         zero_bubble = self.schedule is Schedule.zero_bubble
         self.weight_gradients = WeightGradients() if zero_bubble else None
+        # DeepSpeed listens to autograd, and sets initial weights where it has split them.
+        own = train.engine is Engine.native
         stages = pp * virtual_stages
         layers = split_layers(
             config.num_layers, stages, parallel.stage_layers, share=config.share_layers
         )
         recompute = train.recompute_stages or [train.recompute] * stages
         axis = TensorAxis.of(
-            groups, sequence=parallel.sequence, weight_gradients=self.weight_gradients
+            groups,
+            sequence=parallel.sequence,
+            weight_gradients=self.weight_gradients,
+            adds_gradients=own,
         )
         self.chunks = [
             GPTStage(
@@ -68,6 +73,7 @@ class RankModel:
                 seed=train.seed,
                 recompute=recompute[stage],
                 lora=lora,
+                initialise=own,
             )
             for stage in range(groups.place.pp_rank, stages, pp)
         ]
@@ -76,7 +82,7 @@ class RankModel:
             ShardedParameters(
                 self.trained_parameters().values(), group=groups.dp, apart=self.tied_parameter()
             )
-            if parallel.zero == 1
+            if own and parallel.zero == 1
             else None
         )
 

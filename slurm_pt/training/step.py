@@ -9,25 +9,26 @@ In a local step (`LocalUpdates`) gradients, norm and update are those of one rep
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from slurm_pt.config.batch_rules import num_microbatches
-from slurm_pt.errors import DivergedError
 from slurm_pt.parallel.data import clip_factor
 from slurm_pt.parallel.gradients import Gradients
-from slurm_pt.parallel.groups import ProcessGroups, all_reduce
-from slurm_pt.parallel.pipeline import Message, run_forward_pipeline, run_pipeline
+from slurm_pt.parallel.groups import ProcessGroups
+from slurm_pt.parallel.pipeline import Message, run_pipeline
 from slurm_pt.parallel.reduction import Reduction
+from slurm_pt.parallel.stored import Stored
+from slurm_pt.training.engine import Evaluation, Totals, Update, diverged, sum_over_all
+from slurm_pt.training.evaluation import evaluate
 from slurm_pt.training.feed import Feed
 from slurm_pt.training.local_updates import LocalUpdates
 from slurm_pt.training.loss_scale import LossScale
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.optimizer import NamedAdamW
 from slurm_pt.training.rank_model import RankModel
+from slurm_pt.training.stored_state import StoredState, base_tensors, stored_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,32 +37,8 @@ if TYPE_CHECKING:
     from slurm_pt.training.data import TokenDataset
 
 
-@dataclass(frozen=True)
-class Totals:
-    """What all ranks know after the one reduction of a step."""
-
-    loss: float
-    grad_norm: float
-    """Of a local step: the root of the mean square over the replicas."""
-    replica_norm: float
-    """Gradient norm of this rank's own replica; all have the same unless the step is local."""
-    stop: bool
-    save: bool
-    blank: bool
-    """Some rank had no tokens: this step does not count."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What all ranks know after looking at the held-out tokens."""
-
-    loss: float | None
-    """None: broken off by a wish to stop."""
-    stop: bool
-
-
 class TrainStep:
-    """The parts of one step."""
+    """Our own engine: the parts of one step."""
 
     def __init__(
         self,
@@ -118,60 +95,44 @@ class TrainStep:
     def reduce(self, step: int, loss: Tensor, *, stop: bool, save: bool, blank: bool) -> Totals:
         """The one collective over all ranks."""
         squares = self.held.squares(alone=self.is_local(step))
-        flags = torch.tensor([stop, save, blank], dtype=torch.float64)
-        sums = torch.cat([torch.stack([loss]), squares, flags.to(self.groups.device)])
-        loss_sum, *rest = all_reduce(sums, self.groups.world).tolist()
-        norms, factor = len(squares), self.loss_scale.factor
-        stops, saves, blanks = (count > 0 for count in rest[norms:])
+        (loss_sum, *sums), (stops, saves, blanks) = sum_over_all(
+            [loss, *squares], stop=stop, save=save, blank=blank, groups=self.groups
+        )
+        factor = self.loss_scale.factor
         return Totals(
             loss=loss_sum,
-            grad_norm=math.sqrt(sum(rest[:norms]) / norms) / factor,
-            replica_norm=math.sqrt(rest[self.groups.place.dp_rank % norms]) / factor,
             stop=stops,
             save=saves,
             blank=blanks,
+            grad_norm=math.sqrt(sum(sums) / len(sums)) / factor,
+            replica_norm=math.sqrt(sums[self.groups.place.dp_rank % len(sums)]) / factor,
         )
 
     def evaluate(self, stop_requested: Callable[[], bool]) -> Evaluation:
-        """The mean loss of the held-out batches, without dropout.
-
-        Between two of them ranks agree whether to go on: a long evaluation must not use up a
-        preempted job's grace.
-        """
+        """The mean loss of the held-out batches, without dropout."""
         self.model.train(False)
-        loss_sum = 0.0
-        for number in range(self.config.eval_batches):
-            loss = run_forward_pipeline(
-                self.model.chunks,
-                self.feed.validation(number),
-                message=self.message,
-                groups=self.groups,
-            )
-            if self.groups.place.tp_rank != 0:  # as in a step: count it once
-                loss.zero_()
-            stop = torch.full_like(loss, float(stop_requested()))
-            sums = torch.stack([loss / self.groups.layout.dp, stop])
-            batch_loss, stops = all_reduce(sums, self.groups.world).tolist()
-            if stops > 0:
-                self.model.train(True)
-                return Evaluation(loss=None, stop=True)
-            loss_sum += batch_loss
+        evaluation = evaluate(
+            self.model.chunks,
+            self.feed,
+            batches=self.config.eval_batches,
+            message=self.message,
+            groups=self.groups,
+            stop_requested=stop_requested,
+        )
         self.model.train(True)
-        return Evaluation(loss=loss_sum / self.config.eval_batches, stop=False)
+        return evaluation
 
-    def update(self, totals: Totals, lr: float) -> bool:
-        """Whether the weights were changed: not if a float16 gradient overflowed on any rank.
+    def update(self, totals: Totals, lr: float) -> Update:
+        """Skipped if a float16 gradient overflowed on any rank.
 
         Raises DivergedError for a norm that is not finite in other formats, before the weights
         are touched.
         """
+        if totals.grad_norm is None or totals.replica_norm is None:
+            raise ValueError("the norm of the gradients is part of this engine's reduction")
         overflow = not math.isfinite(totals.grad_norm)
         if overflow and not self.loss_scale.is_dynamic:
-            raise DivergedError(
-                f"the gradient norm is {totals.grad_norm}: the training has diverged. The weights "
-                "were left as they were, and checkpoints from before are whole. Lower train.lr, "
-                "set train.grad_clip or more train.warmup_steps, or look for damaged data"
-            )
+            raise diverged(totals.grad_norm)
         if not overflow:
             clip = clip_factor(totals.replica_norm, self.config.grad_clip)
             factor = clip / self.loss_scale.factor
@@ -182,10 +143,34 @@ class TrainStep:
                 self.model.sharding.gather()
             self.held.buckets.reduction.keep()
         self.loss_scale.note(overflow=overflow)
-        return not overflow
+        return Update(grad_norm=totals.grad_norm, skipped=overflow)
 
     def synchronise(self, step: int) -> None:
         """After the update that follows `step` completed ones: replicas agree, where it is time."""
         if self.local is not None:
             self.phase("synchronise")
             self.local.synchronise_if_due(step)
+
+    @property
+    def updates(self) -> int:
+        """How often the weights were changed."""
+        return self.optimizer.updates
+
+    def stored(self) -> StoredState:
+        """Everything to be saved."""
+        return stored_state(
+            self.model, self.optimizer, reduction=self.held.buckets.reduction, local=self.local
+        )
+
+    def base(self) -> Stored:
+        """The weights to be loaded from another run's checkpoint."""
+        return base_tensors(self.model)
+
+    def begin(self) -> None:
+        """Take over what was loaded into `base`, before the first step."""
+        if self.local is not None:
+            self.local.agree()
+
+    def loaded(self, updates: int) -> None:
+        """Take over what was loaded into `stored`, after so many updates."""
+        self.optimizer.set_step(updates)

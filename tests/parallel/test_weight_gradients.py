@@ -84,3 +84,21 @@ def test_a_bfloat16_product_goes_into_a_float32_gradient():
     put_off[0]()
     # Two rows of ones: each element is 2.
     assert torch.equal(layer.weight.grad, torch.full((5, 3), 2.0))
+
+
+@pytest.mark.parametrize("kind", [ColumnParallelLinear, RowParallelLinear])
+@pytest.mark.parametrize("adds", [True, False])
+def test_autograd_sees_every_gradient_where_layers_do_not_add_themselves(kind, adds):
+    layer = kind(3, 5, axis=TensorAxis(adds_gradients=adds), **DOUBLE)
+    with torch.no_grad():
+        layer.weight.fill_(0.5)
+        layer.bias.zero_()
+    seen = []
+    layer.weight.register_hook(seen.append)
+    x = torch.arange(12.0, dtype=torch.float64).view(2, 2, 3).requires_grad_()
+    _, grad_weight, _ = expected_of(layer, x)
+    for _ in range(2):
+        backward(layer, x)
+    # The first one finds no `.grad` to add to.
+    assert len([gradient for gradient in seen if gradient is not None]) == (1 if adds else 2)
+    assert torch.allclose(layer.weight.grad, 2 * grad_weight, rtol=1e-14)
