@@ -93,7 +93,6 @@ def micro_batch(tokens):
 
 
 def test_the_adapters_alone_have_the_names_and_keys_of_peft(trained, tmp_path):
-    """Those of a folder that peft itself writes for such a model."""
     root, config = trained
     config_of_theirs = replace(config, vocab_size=VOCAB)
     export = {"model": config_of_theirs, "lora": GATED, "base_model": "a/b"}

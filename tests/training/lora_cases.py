@@ -90,6 +90,7 @@ def like(name: str, parallel: ParallelConfig = ONE_F_ONE_B, **train: Any) -> tup
     return name, replace(case, parallel=parallel, train=replace(case.train, **train))
 
 
+SPLIT_ZERO_BUBBLE = replace(SPLIT, schedule=Schedule.zero_bubble)
 INTERLEAVED = ParallelConfig(schedule=Schedule.interleaved, virtual_stages=2)
 SPLITS: dict[int, dict[Layout, list[tuple[str, Case]]]] = {
     4: {
@@ -108,11 +109,9 @@ SPLITS: dict[int, dict[Layout, list[tuple[str, Case]]]] = {
         (2, 2, 2): [
             like("gpt2, dropout", recompute=Recompute.full),
             like("gpt2, down alone", SPLIT, recompute=Recompute.selective),
-            like("llama", ZERO_BUBBLE, recompute=Recompute.selective),
-            like("llama", replace(SPLIT, schedule=Schedule.zero_bubble)),
-            like("shared layers", ZERO_BUBBLE),
+            like("llama", SPLIT_ZERO_BUBBLE, recompute=Recompute.selective),
             like("shared layers", INTERLEAVED),
-            like("shared layers, adapters", SPLIT),
+            like("shared layers, adapters", SPLIT_ZERO_BUBBLE),
         ]
     },
 }
