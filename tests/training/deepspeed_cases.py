@@ -159,8 +159,8 @@ def _diverges(engine: Any) -> str:
     bad = engine.groups.place.dp_rank == 1
     norm.register_hook(lambda gradient: gradient * float("inf") if bad else gradient)
     with engine.feed.ahead(range(1), prefetch=0) as data:
-        loss = engine.gradients(engine.feed.take(0, data, give_up=never))
-    totals = engine.reduce(loss, stop=False, save=False, blank=False)
+        loss = engine.gradients(0, engine.feed.take(0, data, give_up=never))
+    totals = engine.reduce(0, loss, stop=False, save=False, blank=False)
     try:
         engine.update(totals, lr=1e-3)
     except DivergedError as error:
@@ -224,7 +224,7 @@ def _engine(tokens: Path, groups: ProcessGroups, case: Case) -> StepEngine:
 
 
 def _save(engine: StepEngine, folder: Path, groups: ProcessGroups) -> None:
-    tensors, shards = engine.stored()
+    tensors, shards, _ = engine.stored()
     checkpointer(folder, groups).save(
         STOPPED_AT,
         tensors,
@@ -236,7 +236,7 @@ def _save(engine: StepEngine, folder: Path, groups: ProcessGroups) -> None:
 
 
 def _load(engine: StepEngine, folder: Path, groups: ProcessGroups) -> int:
-    tensors, shards = engine.stored()
+    tensors, shards, _ = engine.stored()
     resumed = checkpointer(folder, groups).resume(tensors, shards=shards)
     assert resumed is not None
     engine.loaded(resumed.common["updates"])
@@ -244,7 +244,7 @@ def _load(engine: StepEngine, folder: Path, groups: ProcessGroups) -> int:
 
 
 def _digest(engine: StepEngine) -> str:
-    tensors, _ = engine.stored()
+    tensors, _, _ = engine.stored()
     joined = b"".join(tensors[name].detach().numpy().tobytes() for name in sorted(tensors))
     return hashlib.sha256(joined).hexdigest()
 

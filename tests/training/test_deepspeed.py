@@ -21,7 +21,12 @@ def check(curve, expected, *, losses, norms):
     expected_losses, expected_norms, expected_evaluations = zip(*expected, strict=True)
     assert found_losses == pytest.approx(expected_losses, rel=losses)
     assert found_norms == pytest.approx(expected_norms, rel=norms)
-    assert found_evaluations == pytest.approx(expected_evaluations, rel=losses)
+    assert held_out(found_evaluations) == pytest.approx(held_out(expected_evaluations), rel=losses)
+
+
+def held_out(evaluations):
+    """By step, where there is one."""
+    return {step: loss for step, loss in enumerate(evaluations, 1) if loss is not None}
 
 
 @pytest.mark.parametrize("name", [name for name, (equal, _) in CASES.items() if equal])
