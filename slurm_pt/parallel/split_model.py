@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from slurm_pt.config.choices import Schedule
+from slurm_pt.config.choices import GradientCompression, Schedule
 from slurm_pt.config.schema import ParallelConfig
 from slurm_pt.errors import ConfigError, Problem
 from slurm_pt.parallel import model_part
@@ -78,7 +78,7 @@ def split(
         ConfigError: the plan does not fit the model or the layout.
     """
     parallel = parallel or ParallelConfig()
-    problems: list[Problem] = []
+    problems = list(trainer_only_problems(parallel))
     names = [name for name, _ in model.named_modules() if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     roles = plan.assign([*names, *parameters], problems)
@@ -108,6 +108,18 @@ def split(
     ]
     whole = {name for name, role in roles.items() if role in ("scatter", "gather")}
     return SplitModel(model, chunks, groups, axis, parallel.schedule, message, ties, whole)
+
+
+def trainer_only_problems(parallel: ParallelConfig) -> Iterator[Problem]:
+    """What our own trainer alone does."""
+    compression = parallel.gradient_compression
+    for key, value, plain in (
+        ("parallel.zero", parallel.zero, 0),
+        ("parallel.gradient_compression", compression.value, GradientCompression.none.value),
+    ):
+        if value != plain:
+            rule = "gradients of a split model are summed plainly, and its optimizer is yours"
+            yield Problem(key, value, rule, f"set {key}={plain}")
 
 
 class SplitModel(Generic[BatchT]):

@@ -4,9 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from slurm_pt.config.choices import GradientCompression
 from slurm_pt.config.schema import ParallelConfig
 from slurm_pt.parallel.pipeline import Message
 from slurm_pt.parallel.split_layers import role_problems, sequence_problems
+from slurm_pt.parallel.split_model import trainer_only_problems
 from slurm_pt.parallel.split_plan import SplitPlan
 from slurm_pt.parallel.split_units import Ties, UnitChunk, stage_units
 from slurm_pt.parallel.tensor import Rows
@@ -157,3 +159,18 @@ def test_stages_of_equal_cost_are_found():
     assert [i for span in spans for i in span] == list(range(6))
     with pytest.raises(ValueError, match="2 items cannot fill 3 stages"):
         split_by_cost([1, 1], 3)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        (ParallelConfig(zero=1), "parallel.zero=1"),
+        (
+            ParallelConfig(gradient_compression=GradientCompression.bf16),
+            "parallel.gradient_compression=bf16",
+        ),
+    ],
+)
+def test_what_our_trainer_alone_does_is_refused_and_not_ignored(parallel, said):
+    (problem,) = trainer_only_problems(parallel)
+    assert said in str(problem)

@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 
 Layout = tuple[int, int, int]
 TP2_DP2 = (2, 1, 2)
-STOPPED_AT = 3
+STOPPED_AT = 2
 # Two micro-batches a step on each of two replicas; norms above 1, so that clipping is compared.
-CONFIG = replace(TRAIN, steps=5, dtype=DType.float32, eval_interval=2, eval_batches=2)
+CONFIG = replace(TRAIN, steps=4, dtype=DType.float32, eval_interval=2, eval_batches=1)
 TIED = replace(MODEL, num_layers=2, dropout=0.1)
 
 
@@ -82,7 +82,6 @@ CASES: dict[str, tuple[str, Case]] = {
         ),
     ),
     "native, llama, split sequence": ("", SEQUENCE),
-    "zero 1, llama, split sequence": ("native, llama, split sequence", on_deepspeed(1, SEQUENCE)),
     "zero 3, llama, split sequence": ("native, llama, split sequence", on_deepspeed(3, SEQUENCE)),
     "native, bfloat16": ("", HALF),
     "zero 1, bfloat16": ("native, bfloat16", on_deepspeed(1, HALF)),
@@ -106,12 +105,16 @@ Curve = list[tuple[float, float, float | None]]
 def everything(folder: Path, tokens: Path) -> dict[str, Any]:
     """All that is checked on four ranks, in one start of them."""
     groups = groups_of(ParallelLayout(*TP2_DP2))
+    curves: dict[str, Curve] = {}
+    resumed: dict[str, dict[str, Any]] = {}
+    for name, (_, case) in CASES.items():
+        curves[name], engine = _run(tokens, groups, case)
+        if name in RESUMED:
+            expected = curves[name], _digest(engine)
+            resumed[name] = _stopped_and_resumed(folder / name, tokens, groups, case, expected)
     found: dict[str, Any] = {
-        "curves": {name: _run(tokens, groups, case)[0] for name, (_, case) in CASES.items()},
-        "resumed": {
-            name: _stopped_and_resumed(folder / name, tokens, groups, CASES[name][1])
-            for name in RESUMED
-        },
+        "curves": curves,
+        "resumed": resumed,
         "bytes": {zero: _bytes(tokens, groups, on_deepspeed(zero)) for zero in (1, 2, 3)},
     }
     groups.close()
@@ -136,20 +139,18 @@ def _moved(folder: Path, tokens: Path) -> dict[str, Curve]:
 
 
 def _stopped_and_resumed(
-    folder: Path, tokens: Path, groups: ProcessGroups, case: Case
+    folder: Path, tokens: Path, groups: ProcessGroups, case: Case, expected: tuple[Curve, str]
 ) -> dict[str, Any]:
-    """A run that is stopped, saved and resumed, beside one that was not: curves and last state."""
-    whole, engine = _run(tokens, groups, case)
-    expected = _digest(engine)
+    """A run that is stopped, saved and resumed, beside one that was not: curve and last state."""
+    whole, state = expected
     _run(tokens, groups, case, stop_at=STOPPED_AT, save_to=folder)
     rest, engine = _run(tokens, groups, case, load_from=folder)
-    found = _digest(engine)
     return {
         "curve": rest == whole[STOPPED_AT:],
-        "state": found == expected,
+        "state": _digest(engine) == state,
         "updates": engine.updates,
         "diverged": _diverges(engine),
-        "untouched": _digest(engine) == expected,
+        "untouched": _digest(engine) == state,
     }
 
 
