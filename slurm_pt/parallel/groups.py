@@ -171,6 +171,32 @@ def start_all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> dist.Work | No
     return work
 
 
+def start_reduce_scatter(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Pending:
+    """The sum over the group on its way into `own`, this rank's part of `whole` along dim 0.
+
+    gloo has no reduce-scatter of its own: torch's is an all-reduce of a copy (torch 2.13), twice
+    the bytes. There the parts are exchanged, and each rank sums what is its own.
+    """
+    if whole.device.type == "cpu":
+        return _ExchangedSum(whole, own, group)
+    work: Pending = dist.reduce_scatter_tensor(own, whole, group=group, async_op=True)
+    return work
+
+
+class _ExchangedSum:
+    """A reduce-scatter out of an all-to-all exchange."""
+
+    def __init__(self, whole: Tensor, own: Tensor, group: dist.ProcessGroup):
+        self.own, self.parts = own, torch.empty_like(whole).view(group.size(), *own.shape)
+        self.work = dist.all_to_all_single(
+            self.parts.view_as(whole), whole, group=group, async_op=True
+        )
+
+    def wait(self) -> None:
+        self.work.wait()
+        torch.sum(self.parts, dim=0, out=self.own)
+
+
 def agree(groups: ProcessGroups, flag: bool) -> bool:
     """True on every rank if the flag is set on any rank. A collective over all ranks.
 

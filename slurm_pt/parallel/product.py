@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from slurm_pt.parallel.axis import TensorAxis
-from slurm_pt.parallel.groups import start_all_reduce
+from slurm_pt.parallel.groups import start_all_reduce, start_reduce_scatter
 from slurm_pt.parallel.low_rank import LowRankUpdate
 from slurm_pt.parallel.weight_gradients import add_weight_gradient
 
@@ -207,5 +207,4 @@ def _start_reduction(x: Any, axis: TensorAxis) -> tuple[Tensor, Any]:
     if not axis.splits_sequence:
         return x, start_all_reduce(x, axis.peers)
     part = x.new_empty((x.shape[0] // axis.tp, *x.shape[1:]))
-    work: Any = dist.reduce_scatter_tensor(part, x.contiguous(), group=axis.peers, async_op=True)
-    return part, work
+    return part, start_reduce_scatter(x.contiguous(), part, axis.peers)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
-from slurm_pt.parallel.groups import all_reduce
+from slurm_pt.parallel.groups import all_reduce, start_reduce_scatter
 from slurm_pt.parallel.low_rank import LowRank, column_update, row_update
 from slurm_pt.parallel.product import Prepare, column_parallel_linear, linear
 from slurm_pt.parallel.shard import WHOLE
@@ -161,7 +161,7 @@ class _ReduceScatter(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         part = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-        dist.reduce_scatter_tensor(part, x.contiguous(), group=group)
+        start_reduce_scatter(x.contiguous(), part, group).wait()
         return part
 
     @staticmethod

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_pt.parallel.buckets import BUCKET_BYTES, flat_views, in_buckets
+from slurm_pt.parallel.groups import start_reduce_scatter
 from slurm_pt.plan.optimizer_state import owned_range
 
 if TYPE_CHECKING:
@@ -95,30 +96,6 @@ class ReduceScatter:
 
     def state(self) -> dict[str, Tensor]:
         return {}
-
-
-def start_reduce_scatter(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> Pending:
-    """The sum over the group on its way into `own`, this rank's part of `whole`.
-
-    gloo has no reduce-scatter of its own: torch's is an all-reduce of a copy (torch 2.13), twice
-    the bytes. There the parts are exchanged, and each rank sums what is its own.
-    """
-    if whole.device.type == "cpu":
-        return _ExchangedSum(whole, own, group)
-    work: Pending = dist.reduce_scatter_tensor(own, whole, group=group, async_op=True)
-    return work
-
-
-class _ExchangedSum:
-    """A reduce-scatter out of an all-to-all exchange."""
-
-    def __init__(self, whole: Tensor, own: Tensor, group: dist.ProcessGroup):
-        self.own, self.parts = own, torch.empty_like(whole).view(group.size(), -1)
-        self.work = dist.all_to_all_single(self.parts.view(-1), whole, group=group, async_op=True)
-
-    def wait(self) -> None:
-        self.work.wait()
-        torch.sum(self.parts, dim=0, out=self.own)
 
 
 @torch.no_grad()
