@@ -173,6 +173,8 @@ class TrainConfig:
     """What the backward pass computes again instead of keeping it: none, selective or full."""
     recompute_stages: list[Recompute] | None = None
     """The same for each of the pp * virtual_stages stages, in order; null: as train.recompute."""
+    compile: bool = False
+    """Have torch.compile make the kernels between the matrix products."""
     seed: int = 0
     """Fixes the initial weights, the order of the data and the dropout masks, in any layout."""
     eval_interval: int | None = None

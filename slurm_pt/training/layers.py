@@ -205,7 +205,7 @@ class FeedForward(nn.Module):
             low_rank=build.low_rank("gate", "up"),
             **build.kind,
         )
-        self.gated = gated
+        self.activate = Activate(gated)
         self.down = RowParallelLinear(
             config.ffn_size,
             config.hidden_size,
@@ -222,11 +222,19 @@ class FeedForward(nn.Module):
         """
         wide = self.up(x, prepare)  # [seq, batch, ffn / tp], twice as wide with a gate
         output: Tensor = (
-            self.down(self._activate(wide)) if prepare is None else self.down(wide, self._activate)
+            self.down(self.activate(wide)) if prepare is None else self.down(wide, self.activate)
         )
         return output
 
-    def _activate(self, wide: Tensor) -> Tensor:
+
+class Activate(nn.Module):
+    """gelu(x), or silu(gate) * up of [gate, up] side by side."""
+
+    def __init__(self, gated: bool):
+        super().__init__()
+        self.gated = gated
+
+    def forward(self, wide: Tensor) -> Tensor:
         if not self.gated:
             return functional.gelu(wide, approximate="tanh")
         gate, up = wide.chunk(2, dim=-1)

@@ -16,6 +16,7 @@ from slurm_pt.parallel.model_part import Piece
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.parallel.zero import ShardedParameters
 from slurm_pt.plan.layout import split_layers
+from slurm_pt.training.compiled import compile_between_products
 from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.model import GPTStage, StageSpan
 
@@ -77,6 +78,9 @@ class RankModel:
             )
             for stage in range(groups.place.pp_rank, stages, pp)
         ]
+        if train.compile:
+            for chunk in self.chunks:
+                compile_between_products(chunk, groups.device)
         self.dtype = self.chunks[0].dtype
         self.sharding = (
             ShardedParameters(

@@ -41,6 +41,7 @@ class Rotary(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.turn = Turn()
         self._cosine: Tensor | None = None
         self._sine: Tensor | None = None
 
@@ -49,9 +50,8 @@ class Rotary(nn.Module):
         cosine, sine = self._tables(x)
         if positions is not None:
             cosine, sine = cosine[positions].unsqueeze(1), sine[positions].unsqueeze(1)
-        first, second = x.chunk(2, dim=-1)
-        turned = torch.cat((-second, first), dim=-1)
-        return x * cosine + turned * sine
+        turned: Tensor = self.turn(x, cosine, sine)
+        return turned
 
     def _tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin, [seq, head], in the format of x."""
@@ -66,3 +66,12 @@ class Rotary(nn.Module):
             cosine, sine = both.cos().to(x.dtype), both.sin().to(x.dtype)
             self._cosine, self._sine = cosine, sine
         return cosine[:seq_len], sine[:seq_len]
+
+
+class Turn(nn.Module):
+    """Turns each pair of features by its angle."""
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        first, second = x.chunk(2, dim=-1)
+        turned = torch.cat((-second, first), dim=-1)
+        return x * cosine + turned * sine
