@@ -157,7 +157,7 @@ def save_own_loop(folder: Path, model: ModelConfig) -> None:
     for parameter in state["model"].parameters():
         parameter.grad = torch.zeros_like(parameter)
     state["optimizer"].step()
-    tensors, tree = flatten(state)
+    tensors, _, tree = flatten(state)
     checkpointer = _checkpointer(folder, _groups((1, 1, 2)))
     checkpointer.save(1, tensors, shards={}, rank_state={}, common={"tree": tree}, wait=True)
 
@@ -262,11 +262,12 @@ def save_weights(folder: Path, model: ModelConfig) -> None:
 def convert(way: str, place: Path) -> None:
     """One conversion, and the high-water mark of this process."""
     from slurm_pt.checkpoint.hugging_face import convert_from, convert_to
+    from slurm_pt.checkpoint.whole_model import open_model
 
     if way == "to_hf":
         theirs = json.loads((place / "config.json").read_text())
         (step,) = (place / "ours").glob("step_*")
-        convert_to(step, place / "theirs", their_config=theirs, dtype=None)
+        convert_to(open_model(step), place / "theirs", their_config=theirs, dtype=None)
     else:
         convert_from(place / "theirs", place / "back")
     print(_status("VmHWM"))

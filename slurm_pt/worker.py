@@ -87,6 +87,7 @@ class _Trainer:
             base = self._load_base(run)
             self.base = base if has_adapters else None
         if resumed is None:
+            self.engine.begin()
             return 0
         if self.base is not None:
             stored = BaseModel.of(resumed.common)
@@ -104,9 +105,7 @@ class _Trainer:
             return BaseModel(seed=self.config.train.seed)
         tensors, shards = self.engine.base()
         path = Path(self.config.train.init_from).expanduser()
-        base = run.checkpointer.load_weights(path, tensors, shards=shards)
-        self.engine.begin()
-        return base
+        return run.checkpointer.load_weights(path, tensors, shards=shards)
 
     def _check_own(self, run: Run, resumed: Resumed) -> None:
         """Says what another number of replicas means for what each of them had of its own."""

@@ -106,7 +106,7 @@ class StepEngine(Protocol):
         """The weights themselves, to be loaded from another run's checkpoint."""
 
     def begin(self) -> None:
-        """Take over what was loaded into `base`, before the first step."""
+        """Take over the weights as they are now, before the first step of a run."""
 
 
 def sum_over_all(

@@ -160,7 +160,7 @@ class DeepSpeedEngine:
         return {name: tensors[name] for name in names}, {name: shards[name] for name in names}
 
     def begin(self) -> None:
-        """Take over what was loaded into `base`, before the first step."""
+        """Take over the weights as they are now, before the first step of a run."""
         self.state.loaded(0)
 
     def loaded(self, updates: int) -> None:

@@ -167,7 +167,7 @@ class TrainStep:
         return base_tensors(self.model)
 
     def begin(self) -> None:
-        """Take over what was loaded into `base`, before the first step."""
+        """Take over the weights as they are now, before the first step of a run."""
         if self.local is not None:
             self.local.agree()
 

@@ -18,6 +18,7 @@ from slurm_pt.checkpoint.tensor_index import (
     read_headers,
     read_index,
 )
+from slurm_pt.checkpoint.whole_model import open_model
 from slurm_pt.errors import CheckpointError
 from slurm_pt.training.hugging_face import from_their_config, their_tensors
 from tests.checkpoint.allocations import Allocations
@@ -143,11 +144,11 @@ def test_no_conversion_holds_a_tensor_whole(tmp_path, monkeypatch, family):
     with Allocations() as taken:
         convert_from(source, tmp_path / "ours", vocab_multiple=256)
         step = tmp_path / "ours" / "step_00000000"
-        convert_to(step, tmp_path / "back", their_config=theirs, dtype=None)
+        convert_to(open_model(step), tmp_path / "back", their_config=theirs, dtype=None)
     assert max(taken.sizes) <= 8192
     more = {**theirs, "vocab_size": 1025}
     with pytest.raises(CheckpointError, match="has 1024 rows: the vocabulary cannot be 1025"):
-        convert_to(step, tmp_path / "more", their_config=more, dtype=None)
+        convert_to(open_model(step), tmp_path / "more", their_config=more, dtype=None)
     assert store.find_damage(step) is None
     assert read_index(step)["model/embedding.tokens.weight"].shape == (1024, 64)
     back = read_headers([tmp_path / "back" / "model.safetensors"])
