@@ -79,7 +79,8 @@ def names_to_save(
             size //= layout.dp
         for writer in writers:
             load[writer] += size
-        if (place.tp_rank, place.dp_rank) in writers and tensors[name].numel():
+        nothing = isinstance(shard, Fragment) and not shard.numbers
+        if (place.tp_rank, place.dp_rank) in writers and not nothing:
             mine.append(name)
     return mine
 

@@ -79,7 +79,7 @@ def test_wrong_input_is_refused_before_anything_is_submitted(
     assert "Traceback" not in answer.text
     missing = [word for word in words if word not in answer.text]
     assert not missing, f"{missing} not in:\n{answer.text}"
-    assert jobs_of(user) == before
+    assert not jobs_of(user) - before  # Slurm forgets ended jobs meanwhile
 
 
 def test_f68_every_point_is_checked_before_the_first_is_submitted(user: User) -> None:
