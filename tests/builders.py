@@ -5,7 +5,10 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from slurm_pt.config import JobConfig, RunConfig, read_config, read_job_config
+from slurm_pt.errors import ConfigError, Problem
 from slurm_pt.files import write_json
 from slurm_pt.plan import make_plan
 from slurm_pt.run_dir import AttemptDir, RunDir
@@ -80,3 +83,10 @@ def commit_step(run: RunDir, step: int) -> None:
 def seen_as(state: str, key: str = "7", reason: str = "None") -> dict[str, JobView]:
     """squeue's answer about one job."""
     return {key: JobView(key, key, state, reason)}
+
+
+def problems_of(**changes: Any) -> dict[str, Problem]:
+    """What the door says of `small_config(**changes)`, by key; it must refuse it."""
+    with pytest.raises(ConfigError) as caught:
+        read_config(small_config(**changes))
+    return {problem.key: problem for problem in reversed(caught.value.problems)}

@@ -52,6 +52,8 @@ class TrainStep:
         reduction: Reduction | None = None,
         local: LocalUpdates | None = None,
     ):
+        if model.sharding is not None and optimizer.owned != model.owned:
+            raise ValueError("with ZeRO the optimizer is made with owned=model.owned")
         self.model, self.optimizer, self.loss_scale = model, optimizer, loss_scale
         self.local = local
         self.config, self.groups, self.phase = config, groups, phase
