@@ -2,31 +2,32 @@
 
     results = run_ranks(8, "tests.training.cases:layouts_agree", arguments, deadline_s=120)
 
-One launcher process imports torch once and forks the ranks: eight ranks start in about two
-seconds, where eight interpreters took 14. The first rank that fails decides: its traceback is
-raised here, and the others are killed, by id. Ranks end with os._exit after a flush, since
-gloo's threads abort one clean exit in eight. What ranks print is shown only if some of them end
-without a word. Benchmarks start their ranks here too.
+The ranks are forked from a process that has torch imported (tests/rank_server.py). The first rank
+that fails decides: its traceback is raised here, and the others are killed, by id. Ranks end with
+os._exit after a flush, since gloo's threads abort one clean exit in eight. What ranks print is
+shown only if some of them end without a word. Benchmarks start their ranks here too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
+import atexit
+import functools
 import os
 import pickle
+import select
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.rank_server import Call
+
 REPOSITORY = Path(__file__).parent.parent
+GRACE_S = 30.0
+"""Beyond its deadline, in which the launcher itself kills ranks that are late."""
 
 
 class RankFailedError(AssertionError):
@@ -53,37 +54,64 @@ def run_ranks(
         environ: Variables to add.
         imports: Modules to import once, before the ranks are forked.
     """
+    own = {**_environment(), **(environ or {})}
+    call = Call(world_size, function, arguments, deadline_s, own, tuple(imports))
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
-        call = (world_size, function, arguments, deadline_s, tuple(imports))
         (folder / "call").write_bytes(pickle.dumps(call))
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
-            "GLOO_SOCKET_IFNAME": "lo",
-            **(environ or {}),
-        }
-        with (folder / "output").open("wb") as output:
-            launcher = subprocess.Popen(
-                [python, "-m", "tests.ranks", name],
-                cwd=REPOSITORY,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            try:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    launcher.wait(timeout=deadline_s + 30.0)
-            finally:  # also when this process is told to stop
-                if launcher.poll() is None:
-                    os.killpg(launcher.pid, signal.SIGKILL)  # a session of our ranks alone
-                    launcher.wait()
+        _server(python).run(folder, deadline_s + GRACE_S)
         _raise_first_failure(folder, world_size)
         return [
             pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)
         ]
+
+
+class RankServer:
+    """The process that forks launchers of ranks."""
+
+    def __init__(self, python: str) -> None:
+        self.process = subprocess.Popen(
+            [python, "-m", "tests.rank_server"],
+            cwd=REPOSITORY,
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, folder: Path, timeout_s: float) -> None:
+        """The call in `folder`, until its launcher has ended or was killed after `timeout_s`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{folder}\n")
+        self.process.stdin.flush()
+        launcher = self.process.stdout.readline()
+        assert launcher, f"the server of ranks ended with code {self.process.wait()}"
+        ended = False
+        try:
+            ended = bool(select.select([self.process.stdout], [], [], timeout_s)[0])
+        finally:  # also when this process is told to stop
+            if not ended:
+                os.killpg(int(launcher), signal.SIGKILL)  # a group of our ranks alone
+            self.process.stdout.readline()
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def _environment() -> dict[str, str]:
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    ours = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "GLOO_SOCKET_IFNAME": "lo"}
+    return {**os.environ, **ours}
+
+
+@functools.cache
+def _server(python: str) -> RankServer:
+    """Started at its first use; it lives as long as this process."""
+    server = RankServer(python)
+    atexit.register(server.close)
+    return server
 
 
 def _raise_first_failure(folder: Path, world_size: int) -> None:
@@ -96,80 +124,3 @@ def _raise_first_failure(folder: Path, world_size: int) -> None:
         raise RankFailedError(
             f"no result of ranks {silent}: killed at the deadline, or died. They said:\n{said}"
         )
-
-
-def _launch(folder: Path) -> None:
-    """The launcher process: fork the ranks, wait for them, kill what is left."""
-    call = pickle.loads((folder / "call").read_bytes())
-    world_size, function, arguments, deadline_s, imports = call
-    # Once, before the fork. torch.optim imports _dynamo at its first use, which takes seconds.
-    for module in ("torch._dynamo", function.partition(":")[0], *imports):
-        importlib.import_module(module)
-    store = folder / "store"
-    ranks: dict[int, int] = {}
-    for rank in range(world_size):
-        pid = os.fork()
-        if pid == 0:
-            _run_rank(rank, world_size, folder, store, function, arguments, deadline_s)
-        ranks[pid] = rank
-    end = time.monotonic() + deadline_s
-    while ranks and time.monotonic() < end:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            time.sleep(0.01)
-            continue
-        rank = ranks.pop(pid)
-        code = os.waitstatus_to_exitcode(status)
-        if code != 0:
-            if not list(folder.glob("*.failure")):
-                (folder / f"{rank}.failure").write_text(f"ended with code {code}, said nothing")
-            break
-    if ranks and not list(folder.glob("*.failure")):
-        slow = ", ".join(str(rank) for rank in sorted(ranks.values()))
-        (folder / f"{slow}.failure").write_text(f"did not end within {deadline_s} s")
-    for pid in ranks:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-
-
-def _run_rank(
-    rank: int,
-    world_size: int,
-    folder: Path,
-    store: Path,
-    function: str,
-    arguments: tuple[Any, ...],
-    deadline_s: float,
-) -> None:
-    """One forked rank; never returns."""
-    import torch.distributed as dist
-
-    code = 1
-    try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(str(store), world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=deadline_s),
-        )
-        module, _, name = function.partition(":")
-        result = getattr(importlib.import_module(module), name)(*arguments)
-        dist.barrier()
-        temporary = folder / f"{rank}.result.tmp"
-        temporary.write_bytes(pickle.dumps(result))
-        temporary.rename(folder / f"{rank}.result")
-        dist.destroy_process_group()
-        code = 0
-    except BaseException:
-        temporary = folder / f"{rank}.failure.tmp"
-        temporary.write_text(traceback.format_exc())
-        temporary.rename(folder / f"{rank}.failure")
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-if __name__ == "__main__":
-    _launch(Path(sys.argv[1]))

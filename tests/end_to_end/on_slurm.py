@@ -160,11 +160,10 @@ class User:
 
 
 def is_over(run: RunDir) -> bool:
-    if run.done.exists():
-        return True
+    """Nothing of it runs any more: done.json is there while the last ranks are still leaving."""
     attempts = run.list_attempts()
     end = find_json(attempts[-1].end) if attempts else None
-    return end is not None and end["action"] == "stop"
+    return end is not None and end["action"] != "requeue"
 
 
 def tell(run: RunDir) -> str:
