@@ -178,8 +178,8 @@ def run_loop(folder: Path, *, delay_s: float, prefetch: int) -> tuple[list[float
     from slurm_pt.parallel.groups import create_groups
     from slurm_pt.plan.layout import ParallelLayout
     from slurm_pt.training.loop import StepRecord, train_loop
-    from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
+    from slurm_pt.training.step import TrainStep
 
     model = ModelConfig(num_layers=2, hidden_size=32, num_heads=2, vocab_size=256, max_seq_len=64)
     train = TrainConfig(steps=STEPS, global_batch_size=4, micro_batch_size=2, seq_len=64)
@@ -189,20 +189,7 @@ def run_loop(folder: Path, *, delay_s: float, prefetch: int) -> tuple[list[float
     data = SlowDataset(folder / "bytes", seq_len=64, global_batch_size=4, vocab_size=256, seed=0)
     data.delay_s = delay_s
     records: list[StepRecord] = []
-    train_loop(
-        model=held,
-        optimizer=NamedAdamW(dict(held.named_parameters()), train),
-        dataset=data,
-        config=train,
-        groups=groups,
-        start_step=0,
-        stop_requested=lambda: False,
-        save_due=lambda: False,
-        save=lambda _: None,
-        record=records.append,
-        phase=lambda _: None,
-        prefetch=prefetch,
-    )
+    train_loop(TrainStep(held, train, data), record=records.append, prefetch=prefetch)
     groups.close()
     settled = records[5:]
     return [record.step_s for record in settled], [record.data_s for record in settled]

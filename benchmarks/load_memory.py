@@ -57,13 +57,6 @@ LAYOUTS = {
         ParallelConfig(schedule=Schedule.interleaved, virtual_stages=2),
     ),
 }
-IMPORTS = (
-    # So that no rank's memory grows by code while it loads.
-    "slurm_pt.checkpoint.tensor_files",
-    "slurm_pt.checkpoint.block",
-    "torch.distributed.checkpoint.state_dict_loader",
-    "torch.distributed.checkpoint.state_dict_saver",
-)
 
 
 @dataclass(frozen=True)
@@ -100,16 +93,16 @@ def main() -> int:
 
 def measure_loads(folder: Path, model: ModelConfig) -> float:
     """The largest ratio of any rank."""
-    run_ranks(8, f"{__name__}:save", folder / "run", model, imports=IMPORTS)
-    run_ranks(2, f"{__name__}:save_own_loop", folder / "own", model, imports=IMPORTS)
+    run_ranks(8, f"{__name__}:save", folder / "run", model)
+    run_ranks(2, f"{__name__}:save_own_loop", folder / "own", model)
     found: dict[str, list[Load]] = {}
     for name, ((tp, pp, dp), _) in LAYOUTS.items():
         what = f"{__name__}:load"
-        found[name] = run_ranks(tp * pp * dp, what, folder / "run", model, name, imports=IMPORTS)
+        found[name] = run_ranks(tp * pp * dp, what, folder / "run", model, name)
     start = f"{__name__}:load_weights"
-    found["tp2, train.init_from"] = run_ranks(2, start, folder / "run", model, imports=IMPORTS)
+    found["tp2, train.init_from"] = run_ranks(2, start, folder / "run", model)
     own = f"{__name__}:load_own_loop"
-    found["own loop, dp2"] = run_ranks(2, own, folder / "own", model, imports=IMPORTS)
+    found["own loop, dp2"] = run_ranks(2, own, folder / "own", model)
     rows = []
     for name, loads in found.items():
         worst = max(loads, key=lambda load: load.ratio)
@@ -240,7 +233,7 @@ def measure_conversions(folder: Path, model: ModelConfig) -> None:
     base: dict[str, int] = {}
     for number, size in enumerate((NEXT_TO_NOTHING, half, model)):
         place = folder / f"convert-{number}"
-        run_ranks(1, f"{__name__}:save_weights", place / "ours", size, imports=IMPORTS)
+        run_ranks(1, f"{__name__}:save_weights", place / "ours", size)
         (step,) = (place / "ours").glob("step_*")
         weights = sum(file.stat().st_size for file in step.glob("*.safetensors"))
         for way in ("to_hf", "from_hf"):

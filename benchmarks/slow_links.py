@@ -24,16 +24,14 @@ import torch.distributed as dist
 
 from slurm_pt.config.choices import GradientCompression, Outer
 from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
-from slurm_pt.parallel.data import make_reduction
 from slurm_pt.parallel.groups import create_groups
 from slurm_pt.plan import traffic
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.corpus import prepare_stdlib
 from slurm_pt.training.data import TokenDataset
-from slurm_pt.training.local_updates import LocalUpdates
 from slurm_pt.training.loop import StepRecord, train_loop
-from slurm_pt.training.optimizer import NamedAdamW
 from slurm_pt.training.rank_model import RankModel
+from slurm_pt.training.step import TrainStep
 from tests.ranks import run_ranks
 from tests.training.traffic_cases import counting
 
@@ -95,34 +93,18 @@ def losses_and_bytes(tokens: Path, seed: int) -> dict[str, tuple[float, float]]:
         groups = create_groups(layout, rank=dist.get_rank(), device=cpu, timeout_s=120.0)
         train = replace(way.train, seed=seed)
         model = RankModel(MODEL, parallel=way.parallel, train=train, groups=groups)
-        parameters = dict(model.named_parameters())
+        dataset = TokenDataset(
+            tokens,
+            seq_len=train.seq_len,
+            global_batch_size=train.global_batch_size,
+            vocab_size=MODEL.vocab_size,
+            seed=seed,
+            validation_fraction=0.05,
+        )
         records: list[StepRecord] = []
         with counting(groups) as sent:
-            train_loop(
-                model=model,
-                optimizer=NamedAdamW(parameters, train),
-                dataset=TokenDataset(
-                    tokens,
-                    seq_len=train.seq_len,
-                    global_batch_size=train.global_batch_size,
-                    vocab_size=MODEL.vocab_size,
-                    seed=seed,
-                    validation_fraction=0.05,
-                ),
-                config=train,
-                groups=groups,
-                start_step=0,
-                stop_requested=lambda: False,
-                save_due=lambda: False,
-                save=lambda _: None,
-                record=records.append,
-                phase=lambda _: None,
-                reduction=make_reduction(
-                    way.parallel, parameters.values(), group=groups.dp, sharding=None
-                ),
-                local=LocalUpdates.of(train, parameters, group=groups.dp),
-            )
-        shapes = [tuple(parameter.shape) for parameter in parameters.values()]
+            train_loop(TrainStep(model, train, dataset), record=records.append)
+        shapes = [tuple(parameter.shape) for parameter in model.parameters()]
         planned = planned_bytes(way, shapes)
         if not math.isclose(sent["data"], planned, rel_tol=1e-12):
             raise AssertionError(f"{name}: {sent['data']} bytes counted, {planned} planned")

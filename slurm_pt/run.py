@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -167,14 +165,6 @@ class Run:
                 report=self._report_checkpoint,
             )
         return self._checkpointer
-
-    def prepare_to_save(self) -> None:
-        """Loads, beside the first steps, the code that the first save needs.
-
-        It takes seconds to import, which a preempted job does not have.
-        """
-        name = "slurm_pt.checkpoint.tensor_files"
-        threading.Thread(target=importlib.import_module, args=(name,), daemon=True).start()
 
     def save_interval_is_over(self) -> bool:
         """Whether a periodic save is due by this rank's clock; rank 0's is the one to ask."""

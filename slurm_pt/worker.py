@@ -53,7 +53,6 @@ def train(cfg: Any) -> dict[str, Any] | None:
     run.timings_s |= clock.parts_s
     if run.should_stop():  # asked to stop before there was anything new to save
         return None
-    run.prepare_to_save()
     end = trainer.train(run, first_step)
     if end.stopped:
         if end.step == first_step:  # nothing new to save: asked while it waited for tokens
@@ -128,9 +127,9 @@ class _Trainer:
             say("another layout: the errors of compressed gradients begin anew")
 
     def train(self, run: Run, first_step: int) -> Any:
-        from slurm_pt.training.loop import run_steps
+        from slurm_pt.training.loop import train_loop
 
-        return run_steps(
+        return train_loop(
             self.engine,
             start_step=first_step,
             stop_requested=run.request.is_set,
@@ -216,35 +215,17 @@ def _engine(run: Run, config: RunConfig, dataset: TokenDataset) -> StepEngine:
             groups=run.groups,
             phase=phase,
         )
-    from slurm_pt.parallel.data import make_reduction
-    from slurm_pt.training.local_updates import LocalUpdates
-    from slurm_pt.training.loss_scale import LossScale
-    from slurm_pt.training.optimizer import NamedAdamW
     from slurm_pt.training.rank_model import RankModel
     from slurm_pt.training.step import TrainStep
 
-    groups = run.groups
     model = RankModel(
         config.model,
         parallel=config.parallel,
         train=config.train,
-        groups=groups,
+        groups=run.groups,
         lora=config.lora,
     )
-    parameters = model.trained_parameters()
-    return TrainStep(
-        model,
-        NamedAdamW(parameters, config.train, owned=model.owned),
-        dataset,
-        config.train,
-        groups,
-        phase,
-        LossScale.of(config.train),
-        reduction=make_reduction(
-            config.parallel, parameters.values(), group=groups.dp, sharding=model.sharding
-        ),
-        local=LocalUpdates.of(config.train, parameters, group=groups.dp),
-    )
+    return TrainStep(model, config.train, dataset, phase=phase)
 
 
 def _data_paths(run: Run, config: RunConfig) -> Path | dict[Path, float]:

@@ -14,8 +14,8 @@ from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.groups import create_groups
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import train_loop
-from slurm_pt.training.optimizer import NamedAdamW
 from slurm_pt.training.rank_model import RankModel
+from slurm_pt.training.step import TrainStep
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,22 +40,11 @@ def build(trial: Trial, weights: Weights, *, zero: int = 0) -> Train:
         groups=groups,
     )
     _load(model, weights, num_heads=trial.model.num_heads)
-    optimizer = NamedAdamW(dict(model.named_parameters()), train_config, owned=model.owned)
 
     def train(batches: Sequence[Tensor], done: Done) -> None:
-        train_loop(
-            model=model,
-            optimizer=optimizer,
-            dataset=_Batches(batches),  # type: ignore[arg-type]
-            config=train_config,
-            groups=groups,
-            start_step=0,
-            stop_requested=lambda: False,
-            save_due=lambda: False,
-            save=lambda _step: None,
-            record=lambda record: done(record.loss),
-            phase=lambda _name: None,
-        )
+        dataset: Any = _Batches(batches)
+        engine = TrainStep(model, train_config, dataset)
+        train_loop(engine, record=lambda record: done(record.loss))
 
     return train
 

@@ -96,11 +96,3 @@ def _raise_any(failures: list[Failure | None]) -> None:
     if found:
         text = "; ".join(f"rank {rank}: {failure.text}" for rank, failure in found)
         raise found[0][1].kind(text)
-
-
-def error_of_dcp(error: Any) -> CheckpointError:
-    """One line for each rank that failed, out of DCP's exception."""
-    failures = {rank: failure for rank, (failure, _) in error.failures.items()}
-    return CheckpointError(
-        "; ".join(f"rank {rank}: {failure}" for rank, failure in sorted(failures.items()))
-    )

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from slurm_pt.checkpoint import state, store
 from slurm_pt.checkpoint.base_model import BaseModel
-from slurm_pt.checkpoint.peers import Peers, error_of_dcp
+from slurm_pt.checkpoint.peers import Peers
 from slurm_pt.checkpoint.store import Manifest, StoredCheckpoint
+from slurm_pt.checkpoint.tensor_files import read_part
 from slurm_pt.checkpoint.tensor_index import StoredTensor, read_index
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
@@ -193,12 +194,6 @@ class Loader:
         *,
         any_format: bool = False,
     ) -> None:
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-
-        from slurm_pt.checkpoint.block import BlockLoadPlanner
-        from slurm_pt.checkpoint.tensor_files import TensorFileReader
-
         judged = self._peers.gather(
             (state.mismatches(index, tensors, shards, any_format=any_format), list(tensors))
         )
@@ -207,15 +202,7 @@ class Loader:
         problems += [f"{name}: expected nothing, found it" for name in index.keys() - asked_for]
         if problems:
             raise _does_not_fit(path, problems)
-        try:
-            dcp_load(
-                dict(state.save_tree(tensors, shards)),
-                storage_reader=TensorFileReader(path, index),
-                planner=BlockLoadPlanner(),
-                process_group=self._groups.background,
-            )
-        except CheckpointException as error:
-            raise error_of_dcp(error) from None
+        self._peers.on_each(lambda: read_part(path, index, tensors, shards))
 
 
 def _does_not_fit(path: Path, problems: Iterable[str]) -> CheckpointError:

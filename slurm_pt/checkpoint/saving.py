@@ -20,9 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurm_pt.checkpoint import state, store
-from slurm_pt.checkpoint.peers import LostRankError, Peers, error_of_dcp
+from slurm_pt.checkpoint import store
+from slurm_pt.checkpoint.peers import LostRankError, Peers
 from slurm_pt.checkpoint.store import FileRecord, Manifest
+from slurm_pt.checkpoint.tensor_files import join_indices, write_part
+from slurm_pt.checkpoint.tensor_index import INDEX, StoredTensor, render_index
 from slurm_pt.checkpoint.verification import find_damage_together
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
@@ -117,33 +119,25 @@ class Saver:
 
     def _write(self, save: Snapshot, temporary: Path) -> dict[str, FileRecord]:
         """The records of all files of all ranks, when all of them are on disk."""
-        # DCP takes 2 s to import. In this thread that time is training's, and a run that has
-        # nothing to resume does not wait for it at its start.
-        from torch.distributed.checkpoint.api import CheckpointException
-        from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+        rank = self._groups.rank
 
-        from slurm_pt.checkpoint.block import BlockSavePlanner
-        from slurm_pt.checkpoint.tensor_files import TensorFileWriter
-
-        writer = TensorFileWriter(temporary, self._groups.rank)
-        try:
-            dcp_save(
-                state.save_tree(save.tensors, save.shards),
-                storage_writer=writer,
-                planner=BlockSavePlanner(),
-                process_group=self._groups.background,
-            )
-        except CheckpointException as error:  # not an Exception: it would end the thread
-            raise error_of_dcp(error) from None
-
-        def write_own() -> dict[str, FileRecord]:
-            name = store.rank_file(self._groups.rank)
-            record = store.write_file(temporary / name, save.rank_state)
+        def write() -> tuple[dict[str, FileRecord], dict[str, StoredTensor]]:
+            name = store.rank_file(rank)
+            records = {name: store.write_file(temporary / name, save.rank_state)}
+            written = write_part(temporary, rank, save.tensors, save.shards)
+            if written is not None:
+                records[written.file] = written.record
             store.sync_folder(temporary)
-            return {**writer.records, name: record}
+            return records, {} if written is None else written.index
 
-        parts = self._peers.on_all(write_own)
-        return {name: record for part in parts for name, record in part.items()}
+        parts = self._peers.on_all(write)
+
+        def write_index() -> FileRecord:
+            index = render_index(join_indices(index for _, index in parts))
+            return store.write_file(temporary / INDEX, index.encode())
+
+        records = {name: record for part, _ in parts for name, record in part.items()}
+        return {**records, INDEX: self._peers.on_rank_0(write_index)}
 
     def _commit(self, save: Snapshot, temporary: Path, records: dict[str, FileRecord]) -> None:
         manifest = Manifest(

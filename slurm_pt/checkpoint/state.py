@@ -1,4 +1,4 @@
-"""Which tensors a rank saves, and the form torch.distributed.checkpoint (DCP) takes them in.
+"""Which tensors a rank saves, and what must be the same on which ranks.
 
 Stored names and shapes are those of the whole tensor, the same in every layout: that is what lets
 a checkpoint of any (tp, pp, dp) be loaded into any other. A part of a tensor is a contiguous
@@ -16,7 +16,6 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,25 +28,6 @@ OWN = "own/"
 """What the stored names of all tensors begin with that belong to one rank alone."""
 
 
-def save_tree(
-    tensors: Mapping[str, Tensor],
-    shards: Mapping[str, Shard],
-) -> dict[str, Any]:
-    """The state dict for DCP, to save from or to load into; it shares the tensors' memory.
-
-    A tensor that is split over the tensor group or the replicas becomes a Block, which tells DCP
-    where the part lies in the whole. Any other is replicated, and stays what it is.
-    """
-    from slurm_pt.checkpoint.block import Block
-
-    tree: dict[str, Any] = {}
-    for name, tensor in tensors.items():
-        shard = shards.get(name, WHOLE)
-        is_part = shard.split or isinstance(shard, Fragment)
-        tree[name] = Block.of(tensor.detach(), shard) if is_part else tensor.detach()
-    return tree
-
-
 def names_to_save(
     tensors: Mapping[str, Tensor],
     shards: Mapping[str, Shard],
@@ -57,9 +37,8 @@ def names_to_save(
 ) -> list[str]:
     """The tensors that this rank writes, so that each is written once and the load is even.
 
-    DCP would find duplicates itself, but only after every rank has copied all it holds to host
-    memory: known beforehand, the copy (the time that training stands still) and its memory are
-    divided by dp. All ranks of a pipeline stage must hold the same names; see `fingerprint`.
+    So the copy to host memory (the time that training stands still) and its memory are divided by
+    dp. All ranks of a pipeline stage must hold the same names; see `fingerprint`.
     """
     load = {(tp, dp): 0 for dp in range(layout.dp) for tp in range(layout.tp)}
     sizes = {name: _bytes_of_part(tensor, shards.get(name)) for name, tensor in tensors.items()}
@@ -104,7 +83,7 @@ def own_name(rank: int, name: str) -> str:
 def fingerprint(tensors: Mapping[str, Tensor], shards: Mapping[str, Shard]) -> str:
     """Equal on ranks that hold the same names, formats, shapes and shards, whichever part of them.
 
-    Whether fragments make up a whole is seen by DCP, when it plans the save.
+    Whether fragments make up a whole is seen when their places are put together.
     """
     seen = [
         (name, str(tensor.dtype), shard.whole_shape(tensor.shape), shard.dim, shard.parts)
@@ -121,10 +100,7 @@ def mismatches(
     *,
     any_format: bool = False,
 ) -> list[str]:
-    """What keeps a checkpoint from being loaded into these tensors: name, expected, found.
-
-    DCP checks names and shapes; it converts number formats in silence, and knows no shards.
-    """
+    """What keeps a checkpoint from being loaded into these tensors: name, expected, found."""
     problems = []
     for name, tensor in tensors.items():
         shard = shards.get(name, WHOLE)

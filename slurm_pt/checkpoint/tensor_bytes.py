@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,16 @@ from slurm_pt.checkpoint.tensor_index import Chunk, StoredTensor
 from slurm_pt.errors import CheckpointError
 
 BUFFER_BYTES = 16 << 20
+
+
+class _Piece(NamedTuple):
+    """What lies in one chunk of what is wanted."""
+
+    target: Tensor
+    chunk: Chunk
+    dtype: torch.dtype
+    begin: tuple[int, ...]
+    """Where it begins in the chunk."""
 
 
 class BoxReader:
@@ -40,34 +50,29 @@ class BoxReader:
         """The box of this shape that begins there, whatever chunks it lies in; or all of it."""
         begin = (0,) * len(stored.shape) if begin is None else begin
         box = torch.empty(stored.shape if shape is None else tuple(shape), dtype=stored.dtype)
-        for chunk in stored.chunks:
-            lows = [max(b, o) for b, o in zip(begin, chunk.offsets, strict=True)]
-            highs = [
-                min(b + n, o + m)
-                for b, n, o, m in zip(begin, box.shape, chunk.offsets, chunk.shape, strict=True)
-            ]
-            if any(low >= high for low, high in zip(lows, highs, strict=True)):
-                continue
-            part = box[
-                tuple(slice(x - b, y - b) for x, y, b in zip(lows, highs, begin, strict=True))
-            ]
-            inside = [low - offset for low, offset in zip(lows, chunk.offsets, strict=True)]
-            with (self.folder / chunk.place.file).open("rb", buffering=0) as file:
-                self.fill(part, file, chunk, stored.dtype, inside)
+        self.fill([(stored, begin, box)])
         return box
 
-    def fill(
-        self,
-        target: Tensor,
-        file: BinaryIO,
-        chunk: Chunk,
-        dtype: torch.dtype,
-        begin: Sequence[int],
-    ) -> None:
-        """The target filled with the box of the chunk that begins there and has its shape."""
+    def fill(self, wanted: Iterable[tuple[StoredTensor, Sequence[int], Tensor]]) -> None:
+        """Each tensor filled with the box of a stored one that begins there and has its shape.
+
+        Each file is opened once, and read from its start to its end.
+        """
+        by_file: dict[str, list[_Piece]] = {}
+        for stored, begin, target in wanted:
+            for piece in _pieces(stored, begin, target):
+                by_file.setdefault(piece.chunk.place.file, []).append(piece)
+        for name, pieces in by_file.items():
+            pieces.sort(key=lambda piece: piece.chunk.place.start_bytes)
+            with (self.folder / name).open("rb", buffering=0) as file:
+                for piece in pieces:
+                    self._fill_piece(piece, file)
+
+    def _fill_piece(self, piece: _Piece, file: BinaryIO) -> None:
+        target, chunk, dtype, begin = piece
         if not chunk.shape:
             self._fill(target.reshape(1), file, chunk.place.start_bytes, (1,), dtype, (0,))
-        elif target.numel():
+        else:
             self._fill(target, file, chunk.place.start_bytes, chunk.shape, dtype, begin)
 
     def _fill(
@@ -97,6 +102,20 @@ class BoxReader:
                 for dim in range(1, len(shape)):
                     rows = rows.narrow(dim, begin[dim], target.shape[dim])
                 part.copy_(rows)
+
+
+def _pieces(stored: StoredTensor, begin: Sequence[int], target: Tensor) -> Iterator[_Piece]:
+    for chunk in stored.chunks:
+        lows = [max(b, o) for b, o in zip(begin, chunk.offsets, strict=True)]
+        highs = [
+            min(b + n, o + m)
+            for b, n, o, m in zip(begin, target.shape, chunk.offsets, chunk.shape, strict=True)
+        ]
+        if any(low >= high for low, high in zip(lows, highs, strict=True)):
+            continue
+        inside = tuple(low - offset for low, offset in zip(lows, chunk.offsets, strict=True))
+        places = (slice(x - b, y - b) for x, y, b in zip(lows, highs, begin, strict=True))
+        yield _Piece(target[tuple(places)], chunk, stored.dtype, inside)
 
 
 def _lies_as_stored(target: Tensor, dtype: torch.dtype) -> bool:

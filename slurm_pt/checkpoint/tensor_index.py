@@ -63,6 +63,15 @@ class StoredTensor:
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
+    def require_whole(self, name: str) -> None:
+        """Raises CheckpointError unless the chunks have as many numbers as the tensor."""
+        filled = sum(math.prod(chunk.shape) for chunk in self.chunks)
+        if filled != math.prod(self.shape):
+            raise CheckpointError(
+                f"{name} of shape {self.shape} has {math.prod(self.shape)} elements, its chunks "
+                f"{filled}"
+            )
+
 
 @dataclass(frozen=True)
 class TensorKind:
@@ -94,15 +103,11 @@ def read_index(path: Path) -> dict[str, StoredTensor]:
     try:
         content: dict[str, Any] = json.loads((path / INDEX).read_bytes())
         tensors = {name: _parse_stored(entry) for name, entry in content["tensors"].items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path / INDEX} cannot be used: {error!r}") from None
-    for name, stored in tensors.items():
-        filled = sum(math.prod(chunk.shape) for chunk in stored.chunks)
-        if filled != math.prod(stored.shape):
-            raise CheckpointError(
-                f"{path / INDEX}: {name} of shape {stored.shape} has {math.prod(stored.shape)} "
-                f"elements, its chunks {filled}"
-            )
+        for name, stored in tensors.items():
+            stored.require_whole(name)
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError) as error:
+        reason = error if isinstance(error, CheckpointError) else repr(error)
+        raise CheckpointError(f"{path / INDEX} cannot be used: {reason}") from None
     return tensors
 
 

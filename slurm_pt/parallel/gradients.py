@@ -12,14 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from slurm_pt.parallel.data import (
-    GradientBuckets,
-    clip_factor,
-    counts_here,
-    squared_norm,
-    sum_gradients,
-    sum_tied_gradient,
-)
+from slurm_pt.parallel.gradient_buckets import GradientBuckets
+from slurm_pt.parallel.gradient_norm import clip_factor, counts_here, squared_norm
+from slurm_pt.parallel.gradient_sums import sum_gradients, sum_tied_gradient
 from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 
 if TYPE_CHECKING:

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from slurm_pt.config.choices import Schedule
+from slurm_pt.parallel.pending_backward import PendingBackward
 from slurm_pt.parallel.weight_gradients import WeightGradients
 from slurm_pt.plan.schedule import Action, Pass
 from slurm_pt.plan.schedule_messages import Program, Transfer, forward_programs, programs
@@ -124,7 +124,7 @@ class _InFlight:
 
     entered: Tensor | None
     """What the stage before sent, and where its gradient will gather; None on the first stage."""
-    edge: GradientEdge
+    backward: PendingBackward
     loss_grad: Tensor | None
     """d(mean loss) / d(this micro-batch's loss); None on all stages but the last."""
 
@@ -153,28 +153,28 @@ class _Passes:
         if entered is not None:
             entered.requires_grad_()
         output = self.chunks[action.chunk](entered, self.micro_batches[action.microbatch])
-        # The edge into the graph is all that backward needs: the output itself is freed as soon
-        # as it is sent, and not kept for the micro-batches in flight.
-        edge = get_gradient_edge(output)
+        # The output itself is freed as soon as it is sent, and not kept while it is in flight.
+        backward = PendingBackward(output)
         loss_grad = None
         if action.chunk == self.last_chunk:
             share = 1.0 / len(self.micro_batches)
             self.loss += output.detach() * share
             loss_grad = torch.full_like(output, share * self.loss_scale)
-        self.in_flight[action.chunk, action.microbatch] = _InFlight(entered, edge, loss_grad)
+        self.in_flight[action.chunk, action.microbatch] = _InFlight(entered, backward, loss_grad)
         return output.detach() if loss_grad is None else None
 
     def backward(self, action: Action, output_grad: Tensor | None) -> Tensor | None:
         """The gradient for the stage before; None on the first stage."""
         pending = self.in_flight.pop((action.chunk, action.microbatch))
-        if output_grad is None:
-            output_grad = pending.loss_grad
+        gradient = pending.loss_grad if output_grad is None else output_grad
+        if gradient is None:
+            raise ValueError("a stage before the last needs the gradient of its output")
         if action.kind is Pass.input_gradient:
             with self.weight_gradients.collect() as put_off:
-                torch.autograd.backward((pending.edge,), (output_grad,))
+                pending.backward.run(gradient)
             self.put_off[action.chunk, action.microbatch] = put_off
         else:
-            torch.autograd.backward((pending.edge,), (output_grad,))
+            pending.backward.run(gradient)
         return None if pending.entered is None else pending.entered.grad
 
     def weight_gradient(self, action: Action) -> None:

@@ -17,6 +17,7 @@ from torch.nn import functional
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.groups import start_all_reduce, start_reduce_scatter
 from slurm_pt.parallel.low_rank import LowRankUpdate
+from slurm_pt.parallel.pending_backward import PendingBackward
 from slurm_pt.parallel.weight_gradients import add_weight_gradient
 
 Prepare = Callable[[Tensor], Tensor]
@@ -24,51 +25,28 @@ Prepare = Callable[[Tensor], Tensor]
 backward pass instead of keeping what it gave. Its parameters get their gradients."""
 
 
-def linear(
+def parallel_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     *,
-    axis: TensorAxis,
-    prepare: Prepare | None = None,
-    update: LowRankUpdate | None = None,
-) -> Tensor:
-    """The product x @ weight.T + bias, with nothing to be summed over ranks.
-
-    With `prepare` it is that of prepare(x), which the backward pass computes again from x. The
-    `update` is added.
-    """
-    return _product(x, weight, bias, axis, False, prepare, update)
-
-
-def column_parallel_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    axis: TensorAxis,
-    prepare: Prepare | None = None,
-    update: LowRankUpdate | None = None,
-) -> Tensor:
-    """The product x @ weight.T + bias for this rank's output features; the rest as in `linear`.
-
-    Weights are cast to the format of x, so float32 weights can serve bfloat16 activations.
-    """
-    return _product(x, weight, bias, axis, axis.tp > 1, prepare, update)
-
-
-def _product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     axis: TensorAxis,
     shared: bool,
-    prepare: Prepare | None,
-    update: LowRankUpdate | None,
+    prepare: Prepare | None = None,
+    update: LowRankUpdate | None = None,
 ) -> Tensor:
+    """The product x @ weight.T + bias with this rank's part of a weight, [seq, batch, out / tp].
+
+    x is [seq, batch, in]; if it is `shared` and its sequence split [seq / tp, batch, in]. The
+    weight is cast to the format of x, so float32 weights can serve bfloat16 activations.
+
+    With `shared` all tensor ranks have the same x (column-parallel), and its gradient is a sum
+    over them; else nothing is summed here. With `prepare` the product is that of prepare(x),
+    which the backward pass computes again from x. The `update` is added.
+    """
     factors = [] if update is None else update.factors()
     output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, axis, shared, prepare, update, *factors
+        x, weight, bias, axis, shared and axis.tp > 1, prepare, update, *factors
     )
     return output
 
@@ -99,12 +77,13 @@ class _Again:
 
     def __init__(self, x: Tensor | None, prepare: Prepare | None):
         self.leaf, self.entered = x, x
-        self.output: Tensor | None = None
+        self.backward: PendingBackward | None = None
         if x is not None and prepare is not None:
             with torch.enable_grad():
                 self.leaf = x.detach().requires_grad_()
-                self.output = prepare(self.leaf)
-            self.entered = self.output.detach()
+                output = prepare(self.leaf)
+                self.backward = PendingBackward(output)
+            self.entered = output.detach()
 
     @property
     def kept(self) -> Tensor:
@@ -114,9 +93,9 @@ class _Again:
 
     def gradient(self, grad_entered: Tensor | None) -> Tensor | None:
         """The gradient of x; those of what `prepare` holds are added to its parameters."""
-        if self.output is None or self.leaf is None or grad_entered is None:
+        if self.backward is None or self.leaf is None or grad_entered is None:
             return grad_entered
-        torch.autograd.backward(self.output, grad_entered)
+        self.backward.run(grad_entered)
         gradient: Tensor | None = self.leaf.grad
         return gradient
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
 from slurm_pt.parallel.groups import all_reduce, start_reduce_scatter
 from slurm_pt.parallel.low_rank import LowRank, column_update, row_update
-from slurm_pt.parallel.product import Prepare, column_parallel_linear, linear
+from slurm_pt.parallel.product import Prepare, parallel_linear
 from slurm_pt.parallel.shard import WHOLE
 
 
@@ -75,8 +75,14 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:
         """[seq (/ tp), batch, in] -> [seq, batch, out / tp], of `prepare(x)` if that is given."""
-        return column_parallel_linear(
-            x, self.weight, self.bias, axis=self.axis, prepare=prepare, update=self.lora
+        return parallel_linear(
+            x,
+            self.weight,
+            self.bias,
+            axis=self.axis,
+            shared=True,
+            prepare=prepare,
+            update=self.lora,
         )
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
@@ -118,11 +124,12 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, prepare: Prepare | None = None) -> Tensor:
         """[seq, batch, in / tp] -> [seq (/ tp), batch, out], of `prepare(x)` if that is given."""
         alone = self.axis.tp == 1
-        output = linear(
+        output = parallel_linear(
             x,
             self.weight,
             self.bias if alone else None,
             axis=self.axis,
+            shared=False,
             prepare=prepare,
             update=self.lora,
         )

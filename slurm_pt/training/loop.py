@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from slurm_pt.parallel.groups import ProcessGroups
-from slurm_pt.parallel.reduction import Reduction
 from slurm_pt.training.engine import Evaluation, StepEngine
 from slurm_pt.training.feed import HostBatch
-from slurm_pt.training.local_updates import LocalUpdates
-from slurm_pt.training.loss_scale import LossScale
-from slurm_pt.training.optimizer import NamedAdamW, learning_rate
-from slurm_pt.training.rank_model import RankModel
-from slurm_pt.training.step import TrainStep
+from slurm_pt.training.optimizer import learning_rate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from slurm_pt.config.schema import TrainConfig
-    from slurm_pt.training.data import TokenDataset
     from slurm_pt.training.prefetch import Prefetcher
 
 
@@ -64,45 +57,22 @@ class LoopEnd:
     """Left on request, with steps still to do."""
 
 
+def _never() -> bool:
+    return False
+
+
+def _ignore(_: Any) -> None:
+    pass
+
+
 def train_loop(
-    *,
-    model: RankModel,
-    optimizer: NamedAdamW,
-    dataset: TokenDataset,
-    config: TrainConfig,
-    groups: ProcessGroups,
-    start_step: int,
-    stop_requested: Callable[[], bool],
-    save_due: Callable[[], bool],
-    save: Callable[[int], None],
-    record: Callable[[StepRecord], None],
-    phase: Callable[[str], None],
-    prefetch: int = 0,
-    loss_scale: LossScale | None = None,
-    reduction: Reduction | None = None,
-    local: LocalUpdates | None = None,
-) -> LoopEnd:
-    """`run_steps` with our own engine over a model and an optimizer."""
-    scale = loss_scale or LossScale.of(config)
-    return run_steps(
-        TrainStep(model, optimizer, dataset, config, groups, phase, scale, reduction, local),
-        start_step=start_step,
-        stop_requested=stop_requested,
-        save_due=save_due,
-        save=save,
-        record=record,
-        prefetch=prefetch,
-    )
-
-
-def run_steps(
     engine: StepEngine,
     *,
-    start_step: int,
-    stop_requested: Callable[[], bool],
-    save_due: Callable[[], bool],
-    save: Callable[[int], None],
-    record: Callable[[StepRecord], None],
+    start_step: int = 0,
+    stop_requested: Callable[[], bool] = _never,
+    save_due: Callable[[], bool] = _never,
+    save: Callable[[int], None] = _ignore,
+    record: Callable[[StepRecord], None] = _ignore,
     prefetch: int = 0,
 ) -> LoopEnd:
     """Train from `start_step` completed steps to `config.steps`, or until a stop is agreed.
@@ -110,8 +80,6 @@ def run_steps(
     `stop_requested` of any rank counts, `save_due` of rank 0 alone. `save(step)` is called on
     all ranks with the number of completed steps, between steps only: after the last step, and
     on a stop, saving is the caller's. A thread has the tokens of up to `prefetch` steps ready.
-    `reduction` sums the gradients over the replicas; None: a plain all-reduce. With `local`,
-    replicas make updates on their own.
 
     A rank that is asked to stop while it waits for tokens does not wait on: it goes through the
     step with blank ones, and says so in the reduction. No rank then counts that step.

@@ -18,7 +18,7 @@ from slurm_pt.config.schema import LoraConfig, ModelConfig
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.parallel.low_rank import LowRankUpdate
 from slurm_pt.parallel.model_part import Piece, pieces_of, shared_gradients
-from slurm_pt.parallel.product import column_parallel_linear
+from slurm_pt.parallel.product import parallel_linear
 from slurm_pt.parallel.shard import WHOLE
 from slurm_pt.parallel.tensor import ColumnParallelLinear
 from slurm_pt.parallel.vocabulary import vocab_parallel_cross_entropy
@@ -131,7 +131,9 @@ class GPTStage(nn.Module):
         head = self.embedding.tokens if self.head is None and self.embedding else self.head
         if head is None:
             raise ValueError("the last stage has lost its head")
-        return column_parallel_linear(self.final_norm(hidden), head.weight, None, axis=self.axis)
+        return parallel_linear(
+            self.final_norm(hidden), head.weight, None, axis=self.axis, shared=True
+        )
 
     def message_shape(self, *, micro_batch_size: int, seq_len: int) -> tuple[int, int, int]:
         """What crosses stages for one micro-batch."""

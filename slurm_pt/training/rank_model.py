@@ -47,7 +47,7 @@ class RankModel:
         pp, virtual_stages = groups.layout.pp, parallel.virtual_stages
         if pp == 1 and virtual_stages > 1 and config.tie_embeddings:
             raise ValueError("virtual stages on one rank would hold the tied embedding twice")
-        self.config = config
+        self.config, self.parallel, self.groups = config, parallel, groups
         self.schedule = parallel.schedule
         zero_bubble = self.schedule is Schedule.zero_bubble
         self.weight_gradients = WeightGradients() if zero_bubble else None

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from slurm_pt.config.batch_rules import num_microbatches
-from slurm_pt.parallel.data import clip_factor
+from slurm_pt.parallel.gradient_buckets import make_reduction
+from slurm_pt.parallel.gradient_norm import clip_factor
 from slurm_pt.parallel.gradients import Gradients
-from slurm_pt.parallel.groups import ProcessGroups
 from slurm_pt.parallel.pipeline import Message, run_pipeline
-from slurm_pt.parallel.reduction import Reduction
 from slurm_pt.parallel.stored import Stored
 from slurm_pt.training.engine import Evaluation, Totals, Update, diverged, sum_over_all
 from slurm_pt.training.evaluation import evaluate
@@ -38,27 +37,30 @@ if TYPE_CHECKING:
 
 
 class TrainStep:
-    """Our own engine: the parts of one step."""
+    """Our own engine: the parts of one step of a model, with its optimizer.
+
+    Args:
+        phase: Told what a step is at.
+    """
 
     def __init__(
         self,
         model: RankModel,
-        optimizer: NamedAdamW,
-        dataset: TokenDataset,
         config: TrainConfig,
-        groups: ProcessGroups,
-        phase: Callable[[str], None],
-        loss_scale: LossScale,
-        reduction: Reduction | None = None,
-        local: LocalUpdates | None = None,
+        dataset: TokenDataset,
+        *,
+        phase: Callable[[str], None] = lambda _: None,
     ):
-        if model.sharding is not None and optimizer.owned != model.owned:
-            raise ValueError("with ZeRO the optimizer is made with owned=model.owned")
-        self.model, self.optimizer, self.loss_scale = model, optimizer, loss_scale
-        self.local = local
-        self.config, self.groups, self.phase = config, groups, phase
+        groups, parameters = model.groups, model.trained_parameters()
+        self.model, self.config, self.groups, self.phase = model, config, groups, phase
+        self.optimizer = NamedAdamW(parameters, config, owned=model.owned)
+        self.loss_scale = LossScale.of(config)
+        self.local = LocalUpdates.of(config, parameters, group=groups.dp)
         self.num_microbatches = num_microbatches(config, groups.layout.dp)
         self.feed = Feed(dataset, config, groups, num_microbatches=self.num_microbatches)
+        reduction = make_reduction(
+            model.parallel, parameters.values(), group=groups.dp, sharding=model.sharding
+        )
         self.held = Gradients(model, groups, reduction=reduction, sharding=model.sharding)
         shape = model.message_shape(
             micro_batch_size=config.micro_batch_size, seq_len=config.seq_len

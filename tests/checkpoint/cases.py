@@ -12,8 +12,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
-import torch.distributed.tensor
 
 from slurm_pt.checkpoint import store
 from slurm_pt.checkpoint.peers import LostRankError

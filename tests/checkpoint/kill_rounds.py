@@ -20,8 +20,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint
-import torch.distributed.tensor
 
 from slurm_pt.checkpoint import store
 from slurm_pt.parallel.shard import Shard

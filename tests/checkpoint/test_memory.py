@@ -75,8 +75,7 @@ def test_another_format_and_a_target_that_lies_otherwise_are_filled(tmp_path, sm
     whole = torch.arange(50 * 30, dtype=torch.float32).reshape(50, 30)
     stored = stored_file(tmp_path, whole)
     for target in (torch.zeros(50, 30, dtype=torch.bfloat16), torch.zeros(30, 50).t()):
-        with (tmp_path / "it.safetensors").open("rb", buffering=0) as file:
-            BoxReader(tmp_path).fill(target, file, stored.chunks[0], stored.dtype, (0, 0))
+        BoxReader(tmp_path).fill([(stored, (0, 0), target)])
         assert torch.equal(target, whole.to(target.dtype))
 
 

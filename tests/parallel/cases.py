@@ -15,12 +15,9 @@ from torch.nn import functional
 from slurm_pt.config.choices import DType, Schedule
 from slurm_pt.config.schema import ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.axis import TensorAxis
-from slurm_pt.parallel.data import (
-    GradientBuckets,
-    counts_here,
-    squared_norm,
-    sum_tied_gradient,
-)
+from slurm_pt.parallel.gradient_buckets import GradientBuckets
+from slurm_pt.parallel.gradient_norm import counts_here, squared_norm
+from slurm_pt.parallel.gradient_sums import sum_tied_gradient
 from slurm_pt.parallel.groups import ProcessGroups, agree, all_reduce, create_groups
 from slurm_pt.parallel.pipeline import Chunk, Message, run_forward_pipeline, run_pipeline
 from slurm_pt.parallel.shard import WHOLE, Shard

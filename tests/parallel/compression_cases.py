@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as torch_powersgd
 
 from slurm_pt.parallel.buckets import in_buckets
-from slurm_pt.parallel.data import GradientBuckets
+from slurm_pt.parallel.gradient_buckets import GradientBuckets
 from slurm_pt.parallel.groups import ProcessGroups
 from slurm_pt.parallel.powersgd import PowerSGD
 from slurm_pt.parallel.reduction import AllReduce

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from slurm_pt.parallel.data import clip_factor
+from slurm_pt.parallel.gradient_norm import clip_factor
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.loop import LoopEnd, StepRecord, train_loop
 from slurm_pt.training.optimizer import NamedAdamW
 from slurm_pt.training.rank_model import RankModel
+from slurm_pt.training.step import TrainStep
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -130,6 +131,19 @@ def dataset_of(folder: Path, model: ModelConfig, config: TrainConfig) -> TokenDa
     )
 
 
+def engine_of(
+    folder: Path,
+    model: ModelConfig,
+    config: TrainConfig,
+    groups: ProcessGroups,
+    *,
+    parallel: ParallelConfig = ONE_F_ONE_B,
+    lora: LoraConfig = NO_LORA,
+) -> TrainStep:
+    rank_model = build(model, config, groups, parallel, lora)
+    return TrainStep(rank_model, config, dataset_of(folder, model, config))
+
+
 def train(
     folder: Path,
     model: ModelConfig,
@@ -141,23 +155,10 @@ def train(
     stop_requested: Callable[[], bool] = never,
 ) -> tuple[RankModel, NamedAdamW, list[StepRecord], LoopEnd]:
     """A run from the start: the stage and optimizer as they end, its records and its end."""
-    stage = build(model, config, groups, parallel, lora)
-    optimizer = NamedAdamW(stage.trained_parameters(), config, owned=stage.owned)
+    engine = engine_of(folder, model, config, groups, parallel=parallel, lora=lora)
     records: list[StepRecord] = []
-    end = train_loop(
-        model=stage,
-        optimizer=optimizer,
-        dataset=dataset_of(folder, model, config),
-        config=config,
-        groups=groups,
-        start_step=0,
-        stop_requested=stop_requested,
-        save_due=never,
-        save=ignore,
-        record=records.append,
-        phase=ignore,
-    )
-    return stage, optimizer, records, end
+    end = train_loop(engine, stop_requested=stop_requested, record=records.append)
+    return engine.model, engine.optimizer, records, end
 
 
 Curve = tuple[list[float], list[float]]
@@ -268,8 +269,8 @@ def _run(
     start_step: int = 0,
     saved: dict[str, torch.Tensor] | None = None,
 ) -> Run:
-    stage = build(model, config, groups)
-    optimizer = NamedAdamW(dict(stage.named_parameters()), config, owned=stage.owned)
+    engine = engine_of(folder, model, config, groups)
+    stage, optimizer = engine.model, engine.optimizer
     if saved is not None:
         with torch.no_grad():
             for name, value in state_of(stage, optimizer).items():
@@ -282,17 +283,11 @@ def _run(
         return next(asked) == save_at
 
     train_loop(
-        model=stage,
-        optimizer=optimizer,
-        dataset=dataset_of(folder, model, config),
-        config=config,
-        groups=groups,
+        engine,
         start_step=start_step,
-        stop_requested=never,
         save_due=save_due,
         save=ignore if save is None else lambda step: save(step, stage, optimizer),
         record=records.append,
-        phase=ignore,
     )
     return Run(stage, optimizer, [(r.step, r.loss, r.grad_norm, r.lr) for r in records])
 

@@ -15,9 +15,7 @@ from slurm_pt.plan.deepspeed_memory import ZeroBytes
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset
 from slurm_pt.training.engine_deepspeed import DeepSpeedEngine
-from slurm_pt.training.loop import run_steps
-from slurm_pt.training.loss_scale import LossScale
-from slurm_pt.training.optimizer import NamedAdamW
+from slurm_pt.training.loop import train_loop
 from slurm_pt.training.step import TrainStep
 from tests.checkpoint.toy import checkpointer
 from tests.training.cases import (
@@ -185,12 +183,10 @@ def _run(
     stop: Callable[[], bool] = never
     if stop_at is not None and groups.rank == 1:
         stop = lambda: len(records) == stop_at - 1  # noqa: E731
-    end: LoopEnd = run_steps(
+    end: LoopEnd = train_loop(
         engine,
         start_step=step,
         stop_requested=stop,
-        save_due=never,
-        save=ignore,
         record=records.append,
     )
     assert end.stopped == (stop_at is not None)
@@ -220,8 +216,7 @@ def _engine(tokens: Path, groups: ProcessGroups, case: Case) -> StepEngine:
             persistent_numbers=case.persistent_numbers,
         )
     model = build(case.model, case.train, groups, case.parallel)
-    optimizer = NamedAdamW(dict(model.named_parameters()), case.train)
-    return TrainStep(model, optimizer, dataset, case.train, groups, ignore, LossScale())
+    return TrainStep(model, case.train, dataset)
 
 
 def _save(engine: StepEngine, folder: Path, groups: ProcessGroups) -> None:

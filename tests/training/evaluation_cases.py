@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset
 from slurm_pt.training.loop import LoopEnd, StepRecord, train_loop
-from slurm_pt.training.optimizer import NamedAdamW
+from slurm_pt.training.step import TrainStep
 from tests.training.cases import MODEL, TRAIN, build, groups_of, ignore, never
 
 if TYPE_CHECKING:
@@ -53,26 +53,16 @@ def _run(
     stop_requested: Callable[[], bool],
     phases: list[str] | None = None,
 ) -> tuple[list[StepRecord], LoopEnd]:
-    model = build(DROPOUT, CONFIG, groups)
-    records: list[StepRecord] = []
-    end = train_loop(
-        model=model,
-        optimizer=NamedAdamW(dict(model.named_parameters()), CONFIG),
-        dataset=TokenDataset(
-            tokens,
-            seq_len=CONFIG.seq_len,
-            global_batch_size=CONFIG.global_batch_size,
-            vocab_size=MODEL.vocab_size,
-            seed=CONFIG.seed,
-            validation_fraction=0.3,
-        ),
-        config=CONFIG,
-        groups=groups,
-        start_step=0,
-        stop_requested=stop_requested,
-        save_due=never,
-        save=ignore,
-        record=records.append,
-        phase=ignore if phases is None else phases.append,
+    dataset = TokenDataset(
+        tokens,
+        seq_len=CONFIG.seq_len,
+        global_batch_size=CONFIG.global_batch_size,
+        vocab_size=MODEL.vocab_size,
+        seed=CONFIG.seed,
+        validation_fraction=0.3,
     )
+    phase = ignore if phases is None else phases.append
+    engine = TrainStep(build(DROPOUT, CONFIG, groups), CONFIG, dataset, phase=phase)
+    records: list[StepRecord] = []
+    end = train_loop(engine, stop_requested=stop_requested, record=records.append)
     return records, end

@@ -13,8 +13,8 @@ from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.data import TokenDataset
 from slurm_pt.training.feed import Feed
 from slurm_pt.training.loop import StepRecord, train_loop
-from slurm_pt.training.optimizer import NamedAdamW
-from tests.training.cases import MODEL, TRAIN, build, dataset_of, groups_of, ignore, never, state_of
+from slurm_pt.training.step import TrainStep
+from tests.training.cases import MODEL, TRAIN, build, engine_of, groups_of, never, state_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,21 +31,8 @@ def with_and_without(folder: Path, layout: tuple[int, int, int]) -> list[list[tu
     found = []
     for prefetch in (0, 1, 4):
         records: list[StepRecord] = []
-        stage = build(MODEL, TRAIN, groups)
-        train_loop(
-            model=stage,
-            optimizer=NamedAdamW(dict(stage.named_parameters()), TRAIN),
-            dataset=dataset_of(folder, MODEL, TRAIN),
-            config=TRAIN,
-            groups=groups,
-            start_step=0,
-            stop_requested=never,
-            save_due=never,
-            save=ignore,
-            record=records.append,
-            phase=ignore,
-            prefetch=prefetch,
-        )
+        engine = engine_of(folder, MODEL, TRAIN, groups)
+        train_loop(engine, record=records.append, prefetch=prefetch)
         assert all(0 <= record.data_s <= record.step_s for record in records)
         found.append([(record.loss, record.grad_norm) for record in records])
     groups.close()
@@ -126,35 +113,22 @@ def hangs(folder: Path, layout: tuple[int, int, int], step: int) -> dict[str, An
     )
     dataset.hangs, dataset.step, dataset.released = last, step, threading.Event()
     stage = build(MODEL, SHORT, groups)
-    optimizer = NamedAdamW(dict(stage.named_parameters()), SHORT)
+    engine = TrainStep(stage, SHORT, dataset)
     records: list[StepRecord] = []
     states: list[dict[str, torch.Tensor]] = []
 
     def record(done: StepRecord) -> None:
         records.append(done)
-        tensors = state_of(stage, optimizer)
+        tensors = state_of(stage, engine.optimizer)
         states.append({name: value.detach().clone() for name, value in tensors.items()})
 
     def stop_requested() -> bool:
         """The signal comes to one rank, when it already waits for tokens."""
         return last and len(records) == step and dataset.hangs
 
-    end = train_loop(
-        model=stage,
-        optimizer=optimizer,
-        dataset=dataset,
-        config=SHORT,
-        groups=groups,
-        start_step=0,
-        stop_requested=stop_requested,
-        save_due=never,
-        save=ignore,
-        record=record,
-        phase=ignore,
-        prefetch=2,
-    )
+    end = train_loop(engine, stop_requested=stop_requested, record=record, prefetch=2)
     dataset.released.set()
-    now = state_of(stage, optimizer)
+    now = state_of(stage, engine.optimizer)
     groups.close()
     return {
         "end": (end.step, end.stopped),

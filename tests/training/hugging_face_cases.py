@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from slurm_pt.config.choices import DType
 from slurm_pt.config.schema import ModelConfig
 from slurm_pt.parallel.axis import TensorAxis
-from slurm_pt.parallel.data import GradientBuckets, sum_gradients, sum_tied_gradient
+from slurm_pt.parallel.gradient_buckets import GradientBuckets
+from slurm_pt.parallel.gradient_sums import sum_gradients, sum_tied_gradient
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.parallel.pipeline import Message, run_pipeline
 from slurm_pt.plan.layout import ParallelLayout, split_layers

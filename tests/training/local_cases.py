@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slurm_pt.config.choices import GradientCompression, Outer
-from slurm_pt.config.schema import ParallelConfig
-from slurm_pt.parallel.data import make_reduction
+from slurm_pt.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.plan.layout import ParallelLayout
-from slurm_pt.training.local_updates import LocalUpdates
+from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.loop import StepRecord, train_loop
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.optimizer import NamedAdamW, learning_rate
-from slurm_pt.training.stored_state import stored_state
+from slurm_pt.training.step import TrainStep
 from tests.checkpoint.toy import checkpointer
-from tests.training.cases import MODEL, TRAIN, build, dataset_of, groups_of, ignore, never
+from tests.training.cases import (
+    MODEL,
+    ONE_F_ONE_B,
+    TRAIN,
+    build,
+    dataset_of,
+    engine_of,
+    groups_of,
+    ignore,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,15 +35,30 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from slurm_pt.config.schema import ModelConfig, TrainConfig
     from slurm_pt.parallel.groups import ProcessGroups
     from slurm_pt.training.rank_model import RankModel
 
 STEPS = 13
+
+
+@dataclass(frozen=True)
+class Way:
+    """How replicas train, and what."""
+
+    train: TrainConfig
+    parallel: ParallelConfig = ONE_F_ONE_B
+    lora: LoraConfig = NO_LORA
+
+
+EVERYWHERE = LoraConfig(
+    rank=8, alpha=32.0, targets=["query", "key", "value", "attention.output", "up", "down"]
+)
+DILOCO = replace(TRAIN, steps=STEPS, local_steps=5, outer=Outer.nesterov)
 LOCAL = {
     # Ordinary steps 1 to 3, then synchronised after 4, 8, 12 and the last, 13.
-    "post-local SGD": replace(TRAIN, steps=STEPS, local_steps=4, local_after=3),
-    "DiLoCo": replace(TRAIN, steps=STEPS, local_steps=5, outer=Outer.nesterov),
+    "post-local SGD": Way(replace(TRAIN, steps=STEPS, local_steps=4, local_after=3)),
+    "DiLoCo": Way(DILOCO),
+    "DiLoCo of adapters": Way(replace(DILOCO, lr=3e-2), lora=EVERYWHERE),
 }
 POWERSGD = ParallelConfig(
     gradient_compression=GradientCompression.powersgd, powersgd_rank=2, powersgd_start_step=2
@@ -46,45 +69,24 @@ Curve = tuple[list[float], list[float]]
 
 @dataclass
 class Replica:
-    """Model, optimizer, and how its replicas come together."""
+    """An engine with the records of its run."""
 
-    groups: ProcessGroups
-    model: RankModel
-    config: TrainConfig
-    parallel: ParallelConfig
-
-    def __post_init__(self) -> None:
-        parameters, dp = dict(self.model.named_parameters()), self.groups.dp
-        self.optimizer = NamedAdamW(parameters, self.config)
-        self.local = LocalUpdates.of(self.config, parameters, group=dp)
-        self.reduction = make_reduction(self.parallel, parameters.values(), group=dp, sharding=None)
-        self.records: list[StepRecord] = []
-
-    def state(self) -> Any:
-        return stored_state(self.model, self.optimizer, reduction=self.reduction, local=self.local)
+    engine: TrainStep
+    records: list[StepRecord] = field(default_factory=list)
 
     def train(
         self,
-        tokens: Path,
         *,
         start_step: int = 0,
         save_at: int | None = None,
         save: Callable[[int], None] = ignore,
     ) -> None:
         train_loop(
-            model=self.model,
-            optimizer=self.optimizer,
-            dataset=dataset_of(tokens, self.model.config, self.config),
-            config=self.config,
-            groups=self.groups,
+            self.engine,
             start_step=start_step,
-            stop_requested=never,
             save_due=lambda: start_step + len(self.records) + 1 == save_at,
             save=save,
             record=self.records.append,
-            phase=ignore,
-            reduction=self.reduction,
-            local=self.local,
         )
 
     def curve(self) -> Curve:
@@ -93,18 +95,17 @@ class Replica:
     def weights(self) -> str:
         """A hash of this rank's weights."""
         digest = hashlib.sha256()
-        for parameter in self.model.parameters():
+        for parameter in self.engine.model.parameters():
             digest.update(parameter.detach().numpy().tobytes())
         return digest.hexdigest()
 
 
 def make_replica(
-    groups: ProcessGroups,
-    config: TrainConfig,
-    parallel: ParallelConfig,
-    model: ModelConfig = MODEL,
+    tokens: Path, groups: ProcessGroups, way: Way, model: ModelConfig = MODEL
 ) -> Replica:
-    return Replica(groups, build(model, config, groups, parallel), config, parallel)
+    return Replica(
+        engine_of(tokens, model, way.train, groups, parallel=way.parallel, lora=way.lora)
+    )
 
 
 def curves(
@@ -115,9 +116,9 @@ def curves(
     for layout in layouts:
         groups = groups_of(ParallelLayout(*layout))
         found[layout] = {}
-        for name, config in LOCAL.items():
-            replica = make_replica(groups, config, ParallelConfig())
-            replica.train(tokens)
+        for name, way in LOCAL.items():
+            replica = make_replica(tokens, groups, way)
+            replica.train()
             found[layout][name] = replica.curve(), replica.weights()
         groups.close()
     return found
@@ -127,17 +128,17 @@ def plain_curves(tokens: Path) -> dict[int, dict[str, Curve]]:
     """The same by number of replicas, all of them in one process."""
     groups = groups_of(ParallelLayout(1, 1, 1))
     found = {
-        dp: {name: _plain(tokens, config, groups, dp) for name, config in LOCAL.items()}
-        for dp in (2, 4)
+        dp: {name: _plain(tokens, way, groups, dp) for name, way in LOCAL.items()} for dp in (2, 4)
     }
     groups.close()
     return found
 
 
-def _plain(tokens: Path, config: TrainConfig, groups: ProcessGroups, dp: int) -> Curve:
-    replicas = [build(MODEL, config, groups) for _ in range(dp)]
-    optimizers = [NamedAdamW(dict(replica.named_parameters()), config) for replica in replicas]
-    outer_weights = [parameter.detach().clone() for parameter in replicas[0].parameters()]
+def _plain(tokens: Path, way: Way, groups: ProcessGroups, dp: int) -> Curve:
+    config = way.train
+    replicas = [build(MODEL, config, groups, lora=way.lora) for _ in range(dp)]
+    optimizers = [NamedAdamW(replica.trained_parameters(), config) for replica in replicas]
+    outer_weights = [parameter.detach().clone() for parameter in _held(replicas[0])]
     # torch's own SGD makes DiLoCo's outer step.
     outer = torch.optim.SGD(
         outer_weights, lr=config.outer_lr, momentum=config.outer_momentum, nesterov=True
@@ -188,11 +189,11 @@ def _gradients(replica: RankModel, ids: Tensor, step: int) -> tuple[float, list[
         parameter.grad = None
     loss = replica.chunks[0](None, MicroBatch(ids, samples=tuple(range(len(ids))), step=step))
     loss.backward()
-    return loss.item(), [parameter.grad for parameter in replica.parameters()]
+    return loss.item(), [parameter.grad for parameter in _held(replica)]
 
 
 def _held(replica: RankModel) -> list[Tensor]:
-    return list(replica.parameters())
+    return list(replica.trained_parameters().values())
 
 
 def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
@@ -214,16 +215,12 @@ def on_two(tokens: Path, folder: Path) -> dict[str, Any]:
     """All that two ranks do; `folder` is that of `on_four`."""
     return {
         "resumed": resumes(tokens, folder / "resumed by two", (1, 1, 2), 7),
-        "loaded": loaded_by_two(folder / "moved"),
+        "loaded": loaded_by_two(tokens, folder / "moved"),
         "uncompressed": uncompressed(tokens),
     }
 
 
-RESUMED = {
-    "post-local SGD": (LOCAL["post-local SGD"], ParallelConfig()),
-    "DiLoCo": (LOCAL["DiLoCo"], ParallelConfig()),
-    "PowerSGD": (replace(TRAIN, steps=STEPS), POWERSGD),
-}
+RESUMED = {**LOCAL, "PowerSGD": Way(replace(TRAIN, steps=STEPS), POWERSGD)}
 
 
 def resumes(
@@ -232,17 +229,16 @@ def resumes(
     """Whether a run that goes on from a checkpoint equals one that was never stopped."""
     groups = groups_of(ParallelLayout(*layout))
     found = {}
-    for name, (config, parallel) in RESUMED.items():
+    for name, way in RESUMED.items():
         model = replace(MODEL, dropout=0.1)
-        whole = make_replica(groups, config, parallel, model)
+        whole = make_replica(tokens, groups, way, model)
         whole.train(
-            tokens,
             save_at=save_at,
             save=lambda step: _save(whole, folder / name, step),  # noqa: B023
         )
-        rest = make_replica(groups, config, parallel, model)
+        rest = make_replica(tokens, groups, way, model)
         resumed = _resume(rest, folder / name)
-        rest.train(tokens, start_step=save_at)
+        rest.train(start_step=save_at)
         losses, norms = whole.curve()
         found[name] = {
             "exact": resumed == (save_at, "exact"),
@@ -259,32 +255,33 @@ def saves_and_moves(tokens: Path, folder: Path) -> dict[str, Any]:
     And what two ranks of a split model make of it.
     """
     four = groups_of(ParallelLayout(1, 1, 4))
-    config, parallel = RESUMED["DiLoCo"]
-    replica = make_replica(four, config, parallel)
+    way = RESUMED["DiLoCo"]
+    replica = make_replica(tokens, four, way)
     means: dict[str, Tensor] = {}
 
     def save(step: int) -> None:
         _save(replica, folder, step)
-        for name, tensor in replica.state().own.items():
+        for name, tensor in replica.engine.stored().own.items():
             total = tensor.clone()
             torch.distributed.all_reduce(total, group=four.dp)
             means[name] = total / four.layout.dp
 
-    replica.train(tokens, save_at=7, save=save)
+    replica.train(save_at=7, save=save)
     two = groups_of(ParallelLayout(2, 1, 2))
-    split = _resume(make_replica(two, config, parallel), folder)
+    split = _resume(make_replica(tokens, two, way), folder)
     two.close()
     four.close()
     return {"means": means, "split": split}
 
 
-def loaded_by_two(folder: Path) -> tuple[tuple[int, str], dict[str, Tensor], list[bool]]:
+def loaded_by_two(
+    tokens: Path, folder: Path
+) -> tuple[tuple[int, str], dict[str, Tensor], list[bool]]:
     """What two replicas have after they loaded that."""
     groups = groups_of(ParallelLayout(1, 1, 2))
-    config, parallel = RESUMED["DiLoCo"]
-    replica = make_replica(groups, config, parallel)
+    replica = make_replica(tokens, groups, RESUMED["DiLoCo"])
     resumed = _resume(replica, folder)
-    state = replica.state()
+    state = replica.engine.stored()
     agreed = state.tensors["model/embedding.tokens.weight"]
     own = state.own["model/embedding.tokens.weight"]
     momentum = state.tensors["outer/momentum/embedding.tokens.weight"]
@@ -293,17 +290,17 @@ def loaded_by_two(folder: Path) -> tuple[tuple[int, str], dict[str, Tensor], lis
 
 
 def _save(replica: Replica, folder: Path, step: int) -> None:
-    tensors, shards, own = replica.state()
-    checkpointer(folder, replica.groups).save(
+    tensors, shards, own = replica.engine.stored()
+    checkpointer(folder, replica.engine.groups).save(
         step, tensors, shards=shards, own=own, rank_state={}, common={}, wait=True
     )
 
 
 def _resume(replica: Replica, folder: Path) -> tuple[int, str]:
-    tensors, shards, own = replica.state()
-    resumed = checkpointer(folder, replica.groups).resume(tensors, shards=shards, own=own)
+    tensors, shards, own = replica.engine.stored()
+    resumed = checkpointer(folder, replica.engine.groups).resume(tensors, shards=shards, own=own)
     assert resumed is not None
-    replica.optimizer.set_step(resumed.step)
+    replica.engine.loaded(resumed.step)
     return resumed.step, resumed.own.value
 
 
@@ -311,20 +308,23 @@ def uncompressed(tokens: Path) -> dict[str, bool]:
     """Whether runs that nothing is compressed in equal an ordinary one bit for bit."""
     groups = groups_of(ParallelLayout(1, 1, 2))
     config = replace(TRAIN, steps=4)
-    plain = make_replica(groups, config, ParallelConfig())
-    plain.train(tokens)
-    found = {"no local updates": plain.local is None, "nothing of its own": not plain.state().own}
+    plain = make_replica(tokens, groups, Way(config))
+    plain.train()
+    found = {
+        "no local updates": plain.engine.local is None,
+        "nothing of its own": not plain.engine.stored().own,
+    }
     for name, changes in {
         "later": {"powersgd_start_step": 4},
         "full rank": {"powersgd_rank": 256, "powersgd_start_step": 0},
     }.items():
         parallel = replace(POWERSGD, **changes)
-        compressed = make_replica(groups, config, parallel)
-        compressed.train(tokens)
+        compressed = make_replica(tokens, groups, Way(config, parallel))
+        compressed.train()
         same = compressed.weights() == plain.weights()
         found[name] = same and compressed.curve() == plain.curve()
-    compressed = make_replica(groups, config, replace(POWERSGD, powersgd_start_step=0))
-    compressed.train(tokens)
+    compressed = make_replica(tokens, groups, Way(config, replace(POWERSGD, powersgd_start_step=0)))
+    compressed.train()
     found["compressed is another"] = compressed.weights() != plain.weights()
     groups.close()
     return found

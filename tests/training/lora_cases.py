@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 from slurm_pt.checkpoint.base_model import BaseModel
 from slurm_pt.config.choices import Recompute, Schedule
 from slurm_pt.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
-from slurm_pt.parallel.stored import stored_tensors
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.layers import NO_LORA
 from slurm_pt.training.loop import train_loop
-from slurm_pt.training.optimizer import NamedAdamW
-from slurm_pt.training.stored_state import base_tensors
 from tests.checkpoint.toy import checkpointer
 from tests.training.cases import (
     LLAMA,
@@ -22,10 +19,8 @@ from tests.training.cases import (
     ONE_F_ONE_B,
     TRAIN,
     build,
-    dataset_of,
+    engine_of,
     groups_of,
-    ignore,
-    never,
     train,
 )
 from tests.training.traffic_cases import counting, planned
@@ -164,36 +159,29 @@ def go_on(
 ) -> list[float]:
     """The losses from the newest checkpoint in `folder` on, or from the start; saves one step."""
     groups = groups_of(ParallelLayout(*layout), case.model)
-    model = build(case.model, case.train, groups, case.parallel, case.lora)
-    optimizer = NamedAdamW(model.trained_parameters(), case.train)
-    tensors, shards = stored_tensors(
-        model, optimizer.state(), weights=model.trained_parameters(), sharding=model.sharding
+    engine = engine_of(
+        tokens, case.model, case.train, groups, parallel=case.parallel, lora=case.lora
     )
+    tensors, shards, _ = engine.stored()
     keeper = checkpointer(folder, groups)
     under = BaseModel(seed=case.train.seed)
     if base is not None:
-        weights, places = base_tensors(model)
+        weights, places = engine.base()
         under = keeper.load_weights(base, weights, shards=places)
     resumed = keeper.resume(tensors, shards=shards)
     if resumed is not None:
-        optimizer.set_step(resumed.step)
+        engine.loaded(resumed.step)
     records: list[StepRecord] = []
 
     def save(step: int) -> None:
         keeper.save(step, tensors, shards=shards, rank_state={}, common=under.record(), wait=True)
 
     train_loop(
-        model=model,
-        optimizer=optimizer,
-        dataset=dataset_of(tokens, case.model, case.train),
-        config=case.train,
-        groups=groups,
+        engine,
         start_step=0 if resumed is None else resumed.step,
-        stop_requested=never,
         save_due=lambda: len(records) + 1 == save_at,
         save=save,
         record=records.append,
-        phase=ignore,
     )
     groups.close()
     return [record.loss for record in records]

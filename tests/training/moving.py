@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from slurm_pt.parallel.stored import stored_tensors
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import train_loop
-from slurm_pt.training.optimizer import NamedAdamW
-from slurm_pt.training.rank_model import RankModel
 from tests.checkpoint.toy import checkpointer
 from tests.training.cases import (
     LLAMA,
@@ -17,11 +14,8 @@ from tests.training.cases import (
     ONE_F_ONE_B,
     PIPELINES,
     TRAIN,
-    build,
-    dataset_of,
+    engine_of,
     groups_of,
-    ignore,
-    never,
 )
 
 if TYPE_CHECKING:
@@ -29,8 +23,8 @@ if TYPE_CHECKING:
 
     from slurm_pt.checkpoint.checkpointer import Checkpointer
     from slurm_pt.config.schema import ModelConfig, ParallelConfig
-    from slurm_pt.parallel.groups import ProcessGroups
     from slurm_pt.training.loop import StepRecord
+    from slurm_pt.training.step import TrainStep
 
 ANYWHERE: dict[str, tuple[tuple[int, int, int], ParallelConfig]] = {
     "tp2 pp2 dp2": ((2, 2, 2), ONE_F_ONE_B),
@@ -108,15 +102,14 @@ def kept(folder: Path, tokens: Path, names: list[str]) -> dict[str, bool]:
     return found
 
 
-def pass_on(source: Path, folder: Path, names: list[str]) -> None:
+def pass_on(source: Path, folder: Path, tokens: Path, names: list[str]) -> None:
     """Loads a checkpoint in one layout after the other; each saves what the next one loads."""
     for name in names:
         degrees, parallel = SHARDED[name]
         groups = groups_of(ParallelLayout(*degrees))
-        model = build(MODEL, CONFIG, groups, parallel)
-        optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG, owned=model.owned)
-        step = _load(checkpointer(source, groups), model, optimizer)
-        _save(folder / name, step, model, optimizer, groups)
+        engine = engine_of(tokens, MODEL, CONFIG, groups, parallel=parallel)
+        step = _load(checkpointer(source, groups), engine)
+        _save(folder / name, step, engine)
         groups.close()
         source = folder / name
 
@@ -131,47 +124,32 @@ def _curve(
 ) -> Curve:
     degrees, parallel = {**LAYOUTS, **ANYWHERE, **SHARDED}[name]
     groups = groups_of(ParallelLayout(*degrees), model_config)
-    model = build(model_config, CONFIG, groups, parallel)
-    optimizer = NamedAdamW(dict(model.named_parameters()), CONFIG, owned=model.owned)
-    step = 0
-    if load_from is not None:
-        step = _load(checkpointer(load_from, groups), model, optimizer)
+    engine = engine_of(tokens, model_config, CONFIG, groups, parallel=parallel)
+    step = 0 if load_from is None else _load(checkpointer(load_from, groups), engine)
     records: list[StepRecord] = []
     train_loop(
-        model=model,
-        optimizer=optimizer,
-        dataset=dataset_of(tokens, model_config, CONFIG),
-        config=CONFIG,
-        groups=groups,
+        engine,
         start_step=step,
-        stop_requested=never,
         save_due=lambda: save_to is not None and len(records) == SAVED_AT - 1,
-        save=lambda step: _save(save_to, step, model, optimizer, groups),
+        save=lambda step: _save(save_to, step, engine),
         record=records.append,
-        phase=ignore,
     )
     groups.close()
     return [(record.loss, record.grad_norm) for record in records]
 
 
-def _save(
-    folder: Path | None,
-    step: int,
-    model: RankModel,
-    optimizer: NamedAdamW,
-    groups: ProcessGroups,
-) -> None:
+def _save(folder: Path | None, step: int, engine: TrainStep) -> None:
     assert folder is not None
     assert step == SAVED_AT
-    tensors, shards = stored_tensors(model, optimizer.state(), sharding=model.sharding)
-    checkpointer(folder, groups).save(
+    tensors, shards, _ = engine.stored()
+    checkpointer(folder, engine.groups).save(
         step, tensors, shards=shards, rank_state={}, common={}, wait=True
     )
 
 
-def _load(loader: Checkpointer, model: RankModel, optimizer: NamedAdamW) -> int:
-    tensors, shards = stored_tensors(model, optimizer.state(), sharding=model.sharding)
+def _load(loader: Checkpointer, engine: TrainStep) -> int:
+    tensors, shards, _ = engine.stored()
     resumed = loader.resume(tensors, shards=shards)
     assert resumed is not None
-    optimizer.set_step(resumed.step)
+    engine.loaded(resumed.step)
     return resumed.step

@@ -14,8 +14,7 @@ from slurm_pt.errors import DivergedError
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.loop import StepRecord, train_loop
 from slurm_pt.training.loss_scale import LossScale
-from slurm_pt.training.optimizer import NamedAdamW
-from tests.training.cases import MODEL, TRAIN, build, dataset_of, groups_of, ignore, never
+from tests.training.cases import MODEL, TRAIN, engine_of, groups_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,10 +41,10 @@ def _run(
     zero: int = 0,
 ) -> tuple[list[StepRecord], list[str], LossScale]:
     """A run in which one rank's gradient becomes infinite in one step (0: in none)."""
-    model = build(MODEL, config, groups, ParallelConfig(zero=zero))
+    engine = engine_of(tokens, MODEL, config, groups, parallel=ParallelConfig(zero=zero))
+    model = engine.model
     records: list[StepRecord] = []
     weights: list[str] = []
-    scale = LossScale.of(config)
 
     def record(step: StepRecord) -> None:
         records.append(step)
@@ -57,21 +56,8 @@ def _run(
 
     norm = next(p for name, p in model.named_parameters() if "norm" in name)
     norm.register_hook(overflows)
-    train_loop(
-        model=model,
-        optimizer=NamedAdamW(dict(model.named_parameters()), config, owned=model.owned),
-        dataset=dataset_of(tokens, MODEL, config),
-        config=config,
-        groups=groups,
-        start_step=0,
-        stop_requested=never,
-        save_due=never,
-        save=ignore,
-        record=record,
-        phase=ignore,
-        loss_scale=scale,
-    )
-    return records, weights, scale
+    train_loop(engine, record=record)
+    return records, weights, engine.loss_scale
 
 
 def overflow(

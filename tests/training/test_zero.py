@@ -56,7 +56,7 @@ def test_checkpoints_move_between_layouts_bit_for_bit(tokens, tmp_path):
     ]
     source = tmp_path / "kept" / first
     for world_size, names in journey:
-        run_ranks(world_size, "tests.training.moving:pass_on", source, tmp_path, names)
+        run_ranks(world_size, "tests.training.moving:pass_on", source, tmp_path, tokens, names)
         source = tmp_path / names[-1]
     expected = tensors(tmp_path / "kept" / first)
     assert any(name.startswith("optimizer/exp_avg_sq/") for name in expected)

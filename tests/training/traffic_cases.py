@@ -11,15 +11,12 @@ import torch.distributed as dist
 
 from slurm_pt.config.choices import GradientCompression, Schedule
 from slurm_pt.config.schema import LoraConfig, ParallelConfig
-from slurm_pt.parallel.data import make_reduction
 from slurm_pt.plan import traffic
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.plan.parameters import COLUMN_PARALLEL
 from slurm_pt.training.layers import NO_LORA
-from slurm_pt.training.local_updates import LocalUpdates
 from slurm_pt.training.loop import train_loop
-from slurm_pt.training.optimizer import NamedAdamW
-from tests.training.cases import LLAMA, MODEL, TRAIN, build, dataset_of, groups_of, ignore, never
+from tests.training.cases import LLAMA, MODEL, TRAIN, engine_of, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,28 +50,10 @@ def counted_and_planned(
             ),
         }
     )
-    model = build(model_config, train, groups, config)
-    parameters = dict(model.named_parameters())
-    optimizer = NamedAdamW(parameters, train, owned=model.owned)
+    engine = engine_of(tokens, model_config, train, groups, parallel=config)
     with counting(groups) as sent:
-        train_loop(
-            model=model,
-            optimizer=optimizer,
-            dataset=dataset_of(tokens, model_config, train),
-            config=train,
-            groups=groups,
-            start_step=0,
-            stop_requested=never,
-            save_due=never,
-            save=ignore,
-            record=ignore,
-            phase=ignore,
-            reduction=make_reduction(
-                config, parameters.values(), group=groups.dp, sharding=model.sharding
-            ),
-            local=LocalUpdates.of(train, parameters, group=groups.dp),
-        )
-    of_a_step = planned(model, model_config, train, groups, config)
+        train_loop(engine)
+    of_a_step = planned(engine.model, model_config, train, groups, config)
     groups.close()
     return {purpose: (sent[purpose] / local_steps, size) for purpose, size in of_a_step.items()}
 

@@ -1,7 +1,6 @@
-"""Gradients over the copies of a model: summed over dp, summed over tied weights, measured.
+"""Gradients in a few flat buffers, each summed over the replicas while others are still made.
 
-The gradients live in a few flat buffers, so that an average is a few large messages and the
-order of every sum is fixed.
+So that a sum is a few large messages, and the order of every sum is fixed.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ from torch import Tensor, nn
 
 from slurm_pt.config.choices import GradientCompression
 from slurm_pt.parallel.buckets import BUCKET_BYTES, flat_views, in_buckets
-from slurm_pt.parallel.groups import ProcessGroups, all_reduce
 from slurm_pt.parallel.powersgd import PowerSGD
 from slurm_pt.parallel.reduction import AllReduce, Reduction
-from slurm_pt.parallel.shard import Shard
 from slurm_pt.parallel.weight_gradients import watch_gradient
 from slurm_pt.parallel.zero import ReduceScatter, ShardedParameters
 
@@ -153,55 +150,3 @@ def make_reduction(
         )
     formats = {GradientCompression.fp16: torch.float16, GradientCompression.bf16: torch.bfloat16}
     return AllReduce(group, formats.get(kind))
-
-
-def sum_tied_gradient(gradient: Tensor | None, groups: ProcessGroups) -> None:
-    """Give both copies of a tied embedding the sum of their two gradients.
-
-    Call it on all ranks after the sum over dp, with the gradient of this rank's copy on the first
-    and the last stage (None: nothing is tied), or with the part that the replica owns. A sum of
-    two terms is the same on both, so copies that start bit-equal stay so.
-    """
-    if groups.embedding is not None and gradient is not None and gradient.numel():
-        all_reduce(gradient, groups.embedding)
-
-
-def sum_gradients(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Replace each gradient by its sum over the group, in one message. A collective over it."""
-    held = [gradient for gradient in gradients if gradient.numel()]
-    if group.size() == 1 or not held:
-        return
-    flat = all_reduce(torch.cat([gradient.flatten() for gradient in held]), group)
-    begin = 0
-    for gradient in held:
-        gradient.copy_(flat[begin : begin + gradient.numel()].view_as(gradient))
-        begin += gradient.numel()
-
-
-def counts_here(shard: Shard, groups: ProcessGroups) -> bool:
-    """Whether this rank counts a part, so that over all ranks of a replica it counts once.
-
-    Of tensor ranks that hold the same part, the first counts it.
-    """
-    sharing = groups.layout.tp // shard.parts
-    return groups.place.tp_rank % sharing == 0
-
-
-def squared_norm(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:
-    """The sum of their squares as a float64 scalar: sum it over all ranks for the norm."""
-    held = [gradient for gradient in gradients if gradient.numel()]
-    if not held:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(list(torch._foreach_norm(held)))
-    return norms.double().square().sum()
-
-
-def clip_factor(grad_norm: float, max_norm: float | None) -> float:
-    """What to multiply gradients with so that their norm is at most `max_norm`; at most 1.
-
-    Source: torch.nn.utils.clip_grad_norm_, with the same 1e-6 in the denominator.
-
-    >>> clip_factor(0.5, 1.0), clip_factor(7.0, None)
-    (1.0, 1.0)
-    """
-    return 1.0 if max_norm is None else min(1.0, max_norm / (grad_norm + 1e-6))
