@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from slurm_pt.program import main
     from slurm_pt.run import Run
     from slurm_pt.starting import start
-    from slurm_pt.worker import train
+    from slurm_pt.trainer import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -35,7 +35,7 @@ _HOMES = {
     "main": "program",
     "Run": "run",
     "start": "starting",
-    "train": "worker",
+    "train": "trainer",
     "split": "parallel.split_model",
     "cross_entropy": "parallel.vocabulary",
     "SplitPlan": "parallel.split_plan",

@@ -14,7 +14,7 @@ from slurm_pt.run_dir import open_run
 from slurm_pt.run_inputs import run_dir_of
 from slurm_pt.submit.sweep import Point
 
-OUR_TRAINER = {"module": "slurm_pt.worker", "function": "train"}
+OUR_TRAINER = {"module": "slurm_pt.trainer", "function": "train"}
 
 
 def compose_point(

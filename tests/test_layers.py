@@ -29,10 +29,10 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 WIRING = {
-    *("worker", "starting", "run", "program", "session", "launcher", "compose"),
+    *("worker", "trainer", "starting", "run", "program", "session", "launcher", "compose"),
     *("cli", "cli_convert", "demo", "demo_program", "hydra_plugins"),
 }
-WITH_TORCH = {"parallel", "training", "checkpoint", "worker", "starting", "run"}
+WITH_TORCH = {"parallel", "training", "checkpoint", "trainer", "starting", "run"}
 TORCH = {"torch", "deepspeed"}
 DEVCLUSTER_MAY = {"errors", "devcluster"}
 

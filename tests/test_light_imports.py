@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -78,3 +79,51 @@ def test_help_is_printed_without_the_parts_that_commands_need():
     loaded = set(json.loads(ran.stdout.splitlines()[-1]))
     assert "Usage:" in ran.stdout
     assert not loaded & {"torch", "hydra", "submitit", "rich", "jinja2"}
+
+
+A_RANK = """
+import json, sys
+from dataclasses import replace
+from pathlib import Path
+import torch.distributed as dist
+folder = Path(sys.argv[1])
+dist.init_process_group(
+    "gloo", store=dist.FileStore(str(folder / "store"), 1), rank=0, world_size=1
+)
+from slurm_pt.plan.layout import ParallelLayout
+from slurm_pt.training.loop import train_loop
+from tests.checkpoint.toy import checkpointer
+from tests.training.cases import MODEL, TRAIN, engine_of, groups_of
+from tests.training.language import write_tokens
+groups = groups_of(ParallelLayout(1, 1, 1))
+config = replace(TRAIN, steps=2)
+engine = engine_of(write_tokens(folder), MODEL, config, groups)
+tensors, shards, _ = engine.stored()
+keeper = checkpointer(folder, groups)
+train_loop(engine)
+keeper.save(2, tensors, shards=shards, rank_state={}, common={}, wait=True)
+assert keeper.resume(tensors, shards=shards).step == 2
+print(json.dumps(sorted(sys.modules)))
+"""
+
+
+def test_a_rank_that_trains_saves_and_resumes_loads_nothing_that_takes_seconds(tmp_path):
+    # Each of these takes every rank a second or two, at every start after a preemption.
+    slow = {
+        "sympy",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.tensor",
+        "torch.fx.experimental.symbolic_shapes",
+    }
+    ran = subprocess.run(
+        [sys.executable, "-c", A_RANK, str(tmp_path)],
+        cwd=PACKAGE.parent,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert not slow & set(json.loads(ran.stdout.splitlines()[-1]))

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 def build(trial: Trial, weights: Weights, *, zero: int = 0) -> Train:
-    """Everything as `slurm_pt.worker` builds it, without a run folder, a job or checkpoints."""
+    """Everything as `slurm_pt.trainer` builds it, without a run folder, a job or checkpoints."""
     layout = ParallelLayout(tp=trial.layout.tp, pp=trial.layout.pp, dp=trial.layout.dp)
     groups = create_groups(
         layout, rank=dist.get_rank(), device=torch.device("cpu"), timeout_s=600.0
