@@ -36,6 +36,7 @@ KEYS_WITHOUT_INFLUENCE = (
     ("train", "recompute"),
     ("train", "recompute_stages"),
     ("train", "offload_optimizer"),
+    ("train", "offload_embedding"),
     ("train", "offload_parameters"),
     ("parallel", "zero"),
 )

@@ -32,6 +32,9 @@ def _native_rules(config: RunConfig) -> Iterator[Problem]:
     if config.train.offload_parameters:
         key, rule = "train.offload_parameters", "the native engine keeps weights on the device"
         yield Problem(key, True, rule, f"set train.engine=deepspeed, or {key}=false")
+    if config.train.offload_embedding and config.model.tie_embeddings:
+        key, rule = "train.offload_embedding", "a tied table is also the head, a product on the GPU"
+        yield Problem(key, True, rule, f"set model.tie_embeddings=false, or {key}=false")
 
 
 def _deepspeed_rules(config: RunConfig) -> Iterator[Problem]:
@@ -69,11 +72,13 @@ def _deepspeed_rules(config: RunConfig) -> Iterator[Problem]:
     for key, value, plain in (
         ("parallel.gradient_compression", parallel.gradient_compression.value, "none"),
         ("train.local_steps", train.local_steps, 1),
+        ("train.offload_embedding", train.offload_embedding, False),
         ("lora.rank", config.lora.rank, None),
         ("model.share_layers", config.model.share_layers, 1),
     ):
         if value != plain:
-            fix = f"set {key}={'null' if plain is None else plain}, or train.engine=native"
+            shown = "null" if plain is None else str(plain).lower()
+            fix = f"set {key}={shown}, or train.engine=native"
             yield Problem(key, value, "only the native engine has it", fix)
     if train.offload_parameters and parallel.zero != LAST_STAGE:
         rule = f"needs weights that are split over dp, but parallel.zero={parallel.zero}"

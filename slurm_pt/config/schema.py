@@ -157,6 +157,9 @@ class TrainConfig:
     """Largest global gradient norm; null: no clipping."""
     offload_optimizer: bool = False
     """Keep the optimizer's state in host memory, and update there; on a CPU it changes nothing."""
+    offload_embedding: bool = False
+    """Keep the token embedding, its gradient and moments in host memory, and look tokens up there;
+    on a CPU it changes nothing."""
     offload_parameters: bool = False
     """deepspeed, parallel.zero=3: keep each rank's part of the weights in host memory, too."""
     init_from: str | None = None

@@ -23,7 +23,7 @@ def in_buckets(
     bucket_bytes: int = BUCKET_BYTES,
     apart: nn.Parameter | None = None,
 ) -> list[list[nn.Parameter]]:
-    """The parameters of each flat buffer, which share one format; `apart` gets one of its own."""
+    """The parameters of each flat buffer, of one format and device; `apart` has one of its own."""
     buckets: list[list[nn.Parameter]] = []
     size_bytes = 0
     # Backward reaches the last parameters first, so they share the first bucket.
@@ -31,12 +31,16 @@ def in_buckets(
         last = buckets[-1][-1] if buckets else None
         fits = size_bytes + parameter.nbytes <= bucket_bytes
         alone = apart is not None and (parameter is apart or last is apart)
-        if last is None or not fits or alone or parameter.dtype != last.dtype:
+        if last is None or not fits or alone or _kind(parameter) != _kind(last):
             buckets.append([])
             size_bytes = 0
         buckets[-1].append(parameter)
         size_bytes += parameter.nbytes
     return buckets
+
+
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
 
 
 def flat_views(parameters: list[nn.Parameter], parts: int = 1) -> tuple[Tensor, list[Tensor]]:

@@ -25,11 +25,15 @@ def counts_here(shard: Shard, groups: ProcessGroups) -> bool:
 
 def squared_norm(gradients: Iterable[Tensor], *, device: torch.device) -> Tensor:
     """The sum of their squares as a float64 scalar: sum it over all ranks for the norm."""
-    held = [gradient for gradient in gradients if gradient.numel()]
-    if not held:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    norms = torch.stack(list(torch._foreach_norm(held)))
-    return norms.double().square().sum()
+    held: dict[torch.device, list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.numel():
+            held.setdefault(gradient.device, []).append(gradient)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for members in held.values():  # those of an embedding may be in host memory
+        norms = torch.stack(list(torch._foreach_norm(members)))
+        total += norms.double().square().sum().to(device)
+    return total
 
 
 def clip_factor(grad_norm: float, max_norm: float | None) -> float:

@@ -19,7 +19,10 @@ from slurm_pt.parallel.weight_gradients import add_row_gradient
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of a table by token id, with the ids split in contiguous ranges over the ranks."""
+    """Rows of a table by token id, with the ids split in contiguous ranges over the ranks.
+
+    A table in host memory (`device`) is looked up there, and the rows go to where the ids are.
+    """
 
     def __init__(
         self,
@@ -37,10 +40,13 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:  # [seq, batch] -> [seq (/ tp), batch, features]
         if self.axis.tp == 1:
-            return _lookup(ids, self.weight, self.axis)
+            return self._rows(ids)
         local_ids, elsewhere = _local_ids(ids, self.weight.shape[0], self.axis)
-        rows = _lookup(local_ids, self.weight, self.axis).masked_fill(elsewhere.unsqueeze(-1), 0.0)
+        rows = self._rows(local_ids).masked_fill(elsewhere.unsqueeze(-1), 0.0)
         return sum_over_ranks(rows, axis=self.axis)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        return _lookup(ids.to(self.weight.device), self.weight, self.axis).to(ids.device)
 
     def stored_parts(self, parameter: str) -> list[StoredPart]:
         return [StoredPart(parameter, slice(None), self.axis.shard(0))]

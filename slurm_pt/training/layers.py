@@ -40,6 +40,7 @@ class Build:
     dtype: torch.dtype
     recompute: Recompute = Recompute.none
     lora: LoraConfig = NO_LORA
+    offload_embedding: bool = False
 
     @property
     def kind(self) -> dict[str, Any]:
@@ -69,7 +70,11 @@ class Embedding(nn.Module):
         self.axis = build.axis
         self.dropout = build.dropout("embedding")
         self.tokens = VocabParallelEmbedding(
-            config.vocab_size, config.hidden_size, axis=build.axis, **build.kind
+            config.vocab_size,
+            config.hidden_size,
+            axis=build.axis,
+            device=torch.device("cpu") if build.offload_embedding else build.device,
+            dtype=build.dtype,
         )
         self.positions = (
             nn.Embedding(config.max_seq_len, config.hidden_size, **build.kind)

@@ -81,12 +81,15 @@ class GPTStage(nn.Module):
         recompute: Recompute = Recompute.none,
         lora: LoraConfig = NO_LORA,
         initialise: bool = True,
+        offload_embedding: bool = False,
     ):
         super().__init__()
         self.config, self.span, self.axis, self.seed = config, span, axis, seed
         self.dtype = compute_dtype(dtype)
         self.has_adapters = lora.rank is not None
-        build = Build(config, axis, seed, device, parameter_dtype(dtype), recompute, lora)
+        build = Build(
+            config, axis, seed, device, parameter_dtype(dtype), recompute, lora, offload_embedding
+        )
         self.embedding = Embedding(build) if span.first else None
         self.layers = _layers(build, span.layers)
         self.final_norm = build.norm() if span.last else None

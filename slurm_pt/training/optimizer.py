@@ -82,10 +82,14 @@ class NamedAdamW:
         if not self.on_host:
             self._update(weights, gradients, lr)
             return
+        there = {name: weight for name, weight in weights.items() if weight.is_cuda}
         if self.copies is None:
-            self.copies = HostCopies(weights)
-        self._update(self.copies.weights, self.copies.fetch_gradients(gradients), lr)
-        self.copies.send_weights({name: weights[name] for name in gradients})
+            self.copies = HostCopies(there)
+        fetched = self.copies.fetch_gradients(
+            {name: gradient for name, gradient in gradients.items() if name in there}
+        )
+        self._update(weights | self.copies.weights, gradients | fetched, lr)
+        self.copies.send_weights({name: there[name] for name in fetched})
 
     def _moment(self, weight: Tensor) -> Tensor:
         return torch.zeros_like(weight, device="cpu" if self.on_host else weight.device)
@@ -106,11 +110,11 @@ class NamedAdamW:
     def _update(
         self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], lr: float
     ) -> None:
-        matrices = [name for name in gradients if self.parameters[name].ndim >= 2]
-        vectors = [name for name in gradients if self.parameters[name].ndim < 2]
-        for names, weight_decay in ((matrices, self.config.weight_decay), (vectors, 0.0)):
-            if not names:
-                continue
+        alike: dict[tuple[bool, torch.device], list[str]] = {}
+        for name, gradient in gradients.items():
+            decays = self.parameters[name].ndim >= 2
+            alike.setdefault((decays, gradient.device), []).append(name)
+        for (decays, _), names in alike.items():
             adamw(
                 [weights[name] for name in names],
                 [gradients[name] for name in names],
@@ -123,7 +127,7 @@ class NamedAdamW:
                 beta1=self.config.beta1,
                 beta2=self.config.beta2,
                 lr=lr,
-                weight_decay=weight_decay,
+                weight_decay=self.config.weight_decay if decays else 0.0,
                 eps=self.config.eps,
                 maximize=False,
             )

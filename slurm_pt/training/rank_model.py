@@ -75,6 +75,7 @@ class RankModel:
                 recompute=recompute[stage],
                 lora=lora,
                 initialise=own,
+                offload_embedding=train.offload_embedding,
             )
             for stage in range(groups.place.pp_rank, stages, pp)
         ]

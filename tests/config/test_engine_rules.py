@@ -20,6 +20,13 @@ def test_the_optimizers_state_may_be_split_and_be_in_host_memory():
     assert (config.parallel.zero, config.train.offload_optimizer) == (1, True)
 
 
+def test_a_tied_embedding_stays_on_the_device():
+    problem = problems_of(train__offload_embedding=True)["train.offload_embedding"]
+    assert "also the head" in problem.rule
+    assert "set model.tie_embeddings=false" in problem.fix
+    read_config(small_config(train__offload_embedding=True, model__tie_embeddings=False))
+
+
 @pytest.mark.parametrize(
     ("asked", "key", "rule", "fix"),
     [
@@ -59,6 +66,12 @@ def test_the_optimizers_state_may_be_split_and_be_in_host_memory():
             "train.local_steps",
             "only the native engine has it",
             "set train.local_steps=1, or train.engine=native",
+        ),
+        (
+            {"parallel__zero": 1, "train__offload_embedding": True},
+            "train.offload_embedding",
+            "only the native engine has it",
+            "set train.offload_embedding=false, or train.engine=native",
         ),
         (
             {"parallel__zero": 2, "train__offload_parameters": True},

@@ -59,6 +59,7 @@ def test_keys_of_mixed_types_can_be_signed():
         ("name", "other"),
         ("data__prefetch", 7),
         ("train__offload_optimizer", True),
+        ("train__offload_embedding", True),
     ],
 )
 def test_what_does_not_change_the_result_does_not_change_the_signature(key, value):

@@ -161,6 +161,16 @@ def train(
     return engine.model, engine.optimizer, records, end
 
 
+def records_of(
+    folder: Path, model: ModelConfig, config: TrainConfig, parallel: ParallelConfig
+) -> list[tuple[float, float]]:
+    """Losses and norms at tp2 dp2."""
+    groups = groups_of(ParallelLayout(2, 1, 2), model)
+    _, _, records, _ = train(folder, model, config, groups, parallel=parallel)
+    groups.close()
+    return [(record.loss, record.grad_norm) for record in records]
+
+
 Curve = tuple[list[float], list[float]]
 """Losses and gradient norms of a run."""
 
