@@ -3,7 +3,8 @@
 1. A checkpoint saved at tp2 pp2 dp2 is loaded in other layouts; then a run is started from its
    weights (`train.init_from`), and a loop of one's own resumes. Of every rank: the high-water mark
    of its resident memory during the load, over what was there before the model was built, divided
-   by its shard: what it holds of the model and of the optimizer's moments.
+   by its shard: what it holds of the model and of the optimizer's moments. With DeepSpeed's ZeRO 3
+   the engine's gradients and buckets are there before the load, and are left out.
 2. The same weights are converted to a Hugging Face folder and back, at two sizes of the model. Of
    the process: its high-water mark over that of one that converts next to nothing.
 """
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 from benchmarks.comparison import render_table
 from slurm_pt.checkpoint.checkpointer import Checkpointer
 from slurm_pt.checkpoint.user_state import flatten, load_user_state
-from slurm_pt.config.choices import Schedule
+from slurm_pt.config.choices import Engine, Schedule
 from slurm_pt.config.schema import CheckpointConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.parallel.groups import ProcessGroups, create_groups
 from slurm_pt.parallel.stored import stored_tensors
@@ -103,6 +104,8 @@ def measure_loads(folder: Path, model: ModelConfig) -> float:
     found["tp2, train.init_from"] = run_ranks(2, start, folder / "run", model)
     own = f"{__name__}:load_own_loop"
     found["own loop, dp2"] = run_ranks(2, own, folder / "own", model)
+    deepspeed = f"{__name__}:load_zero_3"
+    found["dp4, ZeRO 3"] = run_ranks(4, deepspeed, folder / "run", model, imports=["deepspeed"])
     rows = []
     for name, loads in found.items():
         worst = max(loads, key=lambda load: load.ratio)
@@ -142,6 +145,28 @@ def load_weights(folder: Path, model: ModelConfig) -> Load:
     checkpointer = _checkpointer(folder, groups)
     peak = _peak_bytes(lambda: checkpointer.load_weights(path, weights, shards=shards))
     return Load(_bytes_of(tensors), peak - before)
+
+
+def load_zero_3(folder: Path, model: ModelConfig) -> Load:
+    """What each of four ranks has with DeepSpeed's weights, gradients and moments all split."""
+    from slurm_pt.training.engine_deepspeed import DeepSpeedEngine
+
+    groups = _groups((1, 1, 4))
+    dataset: Any = None  # nothing is trained
+    engine = DeepSpeedEngine(
+        model,
+        parallel=ParallelConfig(dp=4, zero=3),
+        train=replace(TRAIN, engine=Engine.deepspeed),
+        dataset=dataset,
+        groups=groups,
+        phase=lambda _: None,
+    )
+    tensors, shards, _ = engine.stored()
+    held = _bytes_of(tensors)
+    checkpointer = _checkpointer(folder, groups)
+    before = _resident_bytes()
+    peak = _peak_bytes(lambda: checkpointer.resume(tensors, shards=shards))
+    return Load(held, held + peak - before)
 
 
 def save_own_loop(folder: Path, model: ModelConfig) -> None:
