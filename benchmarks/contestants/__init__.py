@@ -61,6 +61,7 @@ DEEPSPEED = ("deepspeed==0.19.8", "einops", "hjson", "msgpack", "ninja", "py-cpu
 CONTESTANTS = (
     Contestant(OURS, "ours", lambda _: True),
     Contestant("ours-zero1", "ours_zero", lambda layout: layout.dp > 1),
+    Contestant("ours-compiled", "ours_compiled", lambda _: True),
     Contestant(ALONE, "torch_alone", lambda layout: layout.world_size == 1),
     # As many ranks as the layout has, each alone with its share of the batch: what the machine
     # can do at best when the ranks never talk.

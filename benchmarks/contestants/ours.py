@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from benchmarks.trial import Trial
 
 
-def build(trial: Trial, weights: Weights, *, zero: int = 0) -> Train:
+def build(trial: Trial, weights: Weights, *, zero: int = 0, compiles: bool = False) -> Train:
     """Everything as `slurm_pt.trainer` builds it, without a run folder, a job or checkpoints."""
     layout = ParallelLayout(tp=trial.layout.tp, pp=trial.layout.pp, dp=trial.layout.dp)
     groups = create_groups(
         layout, rank=dist.get_rank(), device=torch.device("cpu"), timeout_s=600.0
     )
-    train_config = _train_config(trial)
+    train_config = _train_config(trial, compiles=compiles)
     model = RankModel(
         _model_config(trial),
         parallel=ParallelConfig(stage_layers=_stage_layers(trial), zero=zero),
@@ -74,7 +74,7 @@ def _stage_layers(trial: Trial) -> list[int] | None:
     return [len(layers) for layers in layers_by_cost(trial.model, trial.layout.pp)]
 
 
-def _train_config(trial: Trial) -> TrainConfig:
+def _train_config(trial: Trial, *, compiles: bool) -> TrainConfig:
     return TrainConfig(
         steps=trial.warmup + trial.steps,
         global_batch_size=trial.global_batch_size,
@@ -88,6 +88,7 @@ def _train_config(trial: Trial) -> TrainConfig:
         eps=trial.eps,
         grad_clip=trial.grad_clip,
         seed=trial.seed,
+        compile=compiles,
     )
 
 
