@@ -133,13 +133,16 @@ class _Linear(torch.autograd.Function):
         bias = None if bias is None else bias.to(x.dtype)
         output = functional.linear(x, weight.to(x.dtype), bias)
         inner = None if update is None else update.add_to(output, x, factors)
-        ctx.save_for_backward(kept, weight, inner, *factors)
+        # As objects, to whose gradients something is added: what torch.utils.checkpoint gives back
+        # of saved parameters are aliases with none.
+        ctx.weight, ctx.factors = weight, factors
+        ctx.save_for_backward(kept, inner)
         return output
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad_output,) = grads  # [seq, batch, out]
-        x, weight, inner, *factors = ctx.saved_tensors
+        (x, inner), weight, factors = ctx.saved_tensors, ctx.weight, ctx.factors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         axis: TensorAxis = ctx.axis
         update: LowRankUpdate | None = ctx.update

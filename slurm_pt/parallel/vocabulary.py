@@ -125,13 +125,14 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(ids, weight)
+        ctx.weight = weight  # as an object: see parallel.product
+        ctx.save_for_backward(ids)
         return functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad_rows,) = grads
-        ids, weight = ctx.saved_tensors
+        (ids,), weight = ctx.saved_tensors, ctx.weight
         if weight.grad is None:
             grad = torch.zeros_like(weight)
             return None, grad.index_put_((ids,), grad_rows, accumulate=True)

@@ -52,6 +52,10 @@ class WeightGradients:
         """
         if self._collected is None:
             return False
+        if not parameter.requires_grad:
+            raise TypeError(
+                "a parameter is needed: what is added to another tensor's gradient would be lost"
+            )
 
         def compute() -> None:
             add_weight_gradient(parameter, grad_output, x)

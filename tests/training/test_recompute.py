@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from slurm_pt.config.choices import DType, Recompute
+from slurm_pt.config.choices import DType, Recompute, Schedule
 from slurm_pt.parallel.axis import TensorAxis
 from slurm_pt.training.micro_batch import MicroBatch
 from slurm_pt.training.model import GPTStage, StageSpan
+from tests.ranks import run_ranks
 from tests.training.cases import LLAMA, MODEL
+from tests.training.recompute_cases import WAYS
 
 MODELS = {"gpt2": replace(MODEL, dropout=0.1), "llama": LLAMA}
 
@@ -54,3 +56,22 @@ def test_loss_and_gradients_are_the_same_and_less_is_kept(name):
             torch.testing.assert_close(other_gradients[parameter], gradient, rtol=1e-11, atol=1e-15)
         bytes_kept.append(kept)
     assert bytes_kept[0] > bytes_kept[1] > bytes_kept[2], bytes_kept
+
+
+@pytest.fixture(scope="module")
+def gradients(tokens):
+    """Of the whole model, by way."""
+    ranks = run_ranks(4, "tests.training.recompute_cases:gradients", tokens)
+    return {way: {k: v for rank in ranks for k, v in rank[way].items()} for way in WAYS}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: " ".join(map(str, way)))
+def test_every_schedule_has_the_gradients_of_the_plain_one_with_any_recomputation(gradients, way):
+    plain = gradients[Schedule.one_f_one_b, Recompute.none, way[2]]
+    found = gradients[way]
+    assert found.keys() == plain.keys()
+    for name, gradient in plain.items():
+        # The second tensor rank has the rows of tokens that do not occur.
+        assert gradient.any() or name == "1 embedding.tokens.weight", name
+        torch.testing.assert_close(found[name], gradient, rtol=1e-9, atol=1e-14)
