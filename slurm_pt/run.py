@@ -331,7 +331,7 @@ class Run:
         self._exit_record(FINISHED, "finished")
         self._conclude_by_hand(Decision("none", Outcome.finished, "finished", FINISHED))
         if self.by_hand and self.rank == 0:
-            print(f"slurm_pt: finished: {self.path}", file=sys.stderr)  # noqa: T201
+            say(f"finished: {self.path}")
         self._leave()
         return FINISHED
 
@@ -353,7 +353,7 @@ class Run:
             try:
                 conclude(self.attempt, decision)
             except (OSError, RunFolderError) as problem:
-                print(f"slurm_pt: {problem}", file=sys.stderr)  # noqa: T201
+                say(problem)
 
     def _exit_record(self, code: int, reason: str, *, cause: str | None = None) -> None:
         record = ExitRecord(
@@ -368,7 +368,7 @@ class Run:
         try:
             write_json(self.attempt.exit_record(self.rank), dataclasses.asdict(record))
         except RunFolderError as problem:  # the true cause must not be hidden by a full disk
-            print(f"slurm_pt: {problem}", file=sys.stderr)  # noqa: T201
+            say(problem)
         self.heartbeat.phase = "end"
         self.heartbeat.beat(force=True)
 
@@ -379,7 +379,7 @@ class Run:
         try:
             self._barrier()
         except RuntimeError as error:
-            print(f"slurm_pt: at the end of the run: {error}", file=sys.stderr)  # noqa: T201
+            say(f"at the end of the run: {error}")
         self.comment.close()
         self.groups.close()
         dist.destroy_process_group()
@@ -416,6 +416,13 @@ class Run:
         if self.request.time is not None:
             figures["since_signal_s"] = round(time.time() - self.request.time, 3)
         self._record(event, **figures)
+        if event == "checkpoint_failed" and self.rank == 0:
+            say(f"the checkpoint of step {figures['step']} failed: {figures['reason']}")
+
+
+def say(line: object) -> None:
+    """Puts a line into this rank's log."""
+    print(f"slurm_pt: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _plain(result: object) -> object:

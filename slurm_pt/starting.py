@@ -23,7 +23,7 @@ from slurm_pt.launch.environment import RankInfo, check_world, read_rank, torch_
 from slurm_pt.launch.preemption import StopRequest, listen
 from slurm_pt.monitor.progress import JobComment, make_heartbeat
 from slurm_pt.plan import Plan, make_plan
-from slurm_pt.run import Run, owner_nonce
+from slurm_pt.run import Run, owner_nonce, say
 from slurm_pt.run_dir import AttemptDir, RunDir
 from slurm_pt.run_inputs import create_run, make_folders, run_dir_of
 from slurm_pt.session import current_run
@@ -190,11 +190,6 @@ def _program(folder: RunDir) -> Path | None:
         return Path(sys.argv[0])
     file = (read_json(folder.spec)["entry"] or {}).get("file")
     return None if file is None else Path(file)
-
-
-def say(line: str) -> None:
-    """Puts a line into this rank's log."""
-    print(f"slurm_pt: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _device(config: JobConfig, info: RankInfo) -> Any:

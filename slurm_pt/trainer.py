@@ -15,8 +15,8 @@ from slurm_pt.config import Engine, RunConfig, read_config
 from slurm_pt.errors import CheckpointError, RunFolderError, SlurmPtError
 from slurm_pt.files import read_json
 from slurm_pt.monitor.progress import record_metrics, render_rate
-from slurm_pt.run import Run
-from slurm_pt.starting import Clock, say, start_run
+from slurm_pt.run import Run, say
+from slurm_pt.starting import Clock, start_run
 
 if TYPE_CHECKING:
     from slurm_pt.checkpoint.resuming import Resumed
@@ -105,9 +105,9 @@ class _Trainer:
         if is_local and resumed.own in {OwnState.absent, OwnState.dropped}:
             path = run.folder.checkpoints / f"step_{resumed.step:08d}"
             raise CheckpointError(
-                f"{path} was saved between local updates with other parallel.tp or parallel.pp: "
-                "each replica's weights and moments cannot be put together. To fix: set them as "
-                f"they were, or begin a new run with train.init_from={path}"
+                f"{path} does not hold what each replica had between local updates in this split "
+                "of the model. To fix: set parallel.tp, pp, schedule, stage_layers and train.* as "
+                f"they were when it was saved, or begin a new run with train.init_from={path}"
             )
         if run.rank != 0:
             return
@@ -115,7 +115,7 @@ class _Trainer:
             what = "weights and moments" if is_local else "compression errors"
             say(f"another number of replicas: each begins with the mean of their {what}")
         elif resumed.own is OwnState.dropped:
-            say("another layout: the errors of compressed gradients begin anew")
+            say("another split or compression: the errors of compressed gradients begin anew")
 
     def train(self, run: Run, first_step: int) -> Any:
         from slurm_pt.training.loop import train_loop
@@ -169,9 +169,9 @@ class _Trainer:
             return
         try:
             self.save(run, step)
-        except CheckpointError as error:
-            # A full disk, say. It is on record; the next attempt resumes from an older step.
-            say(f"the last save failed, the last committed step counts: {error}")
+        except CheckpointError:
+            # A full disk, say. It was reported; the next attempt resumes from an older step.
+            say("the last save failed: the last committed step counts")
 
 
 def _build(run: Run, config: RunConfig) -> _Trainer:

@@ -21,6 +21,7 @@ from slurm_pt.checkpoint.base_model import BaseModel
 from slurm_pt.checkpoint.peers import Peers
 from slurm_pt.checkpoint.resuming import Loader, Resumed
 from slurm_pt.checkpoint.saving import Saver, Snapshot
+from slurm_pt.checkpoint.tensor_index import require_storable
 from slurm_pt.config.schema import CheckpointConfig
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.groups import ProcessGroups
@@ -103,11 +104,12 @@ class Checkpointer:
         on all of its stage. A save that fails without `wait` is reported, and training goes on.
 
         Raises:
-            CheckpointError: with `wait`, this save failed.
+            CheckpointError: with `wait`, this save failed; or a tensor can never be saved.
             RunFolderError: another job owns the run.
             LostRankError: a rank did not take part, in this or an earlier save.
         """
         called_at = time.monotonic()
+        require_storable({**tensors, **(own or {})})
         self._join()
         self._failed = None
         mine = state.names_to_save(

@@ -37,7 +37,7 @@ class OwnState(Enum):
     mean = "mean"
     """With another number of replicas: the mean over those that saved it."""
     dropped = "dropped"
-    """Nothing: the model was split into other parts."""
+    """Nothing: the model was split into other parts, or other tensors are stored."""
 
 
 @dataclass(frozen=True)
@@ -163,15 +163,21 @@ class Loader:
         then, now = ParallelLayout(**opened.manifest.layout), self._groups.layout
         if (then.tp, then.pp) != (now.tp, now.pp):
             return OwnState.dropped
+        here = self._groups.place
+        replicas = [
+            then.rank(Place(here.tp_rank, here.pp_rank, dp_rank)) for dp_rank in range(then.dp)
+        ]
+        ranks = [self._groups.rank] if then == now else replicas
+        fits = all(_fits(opened.index, rank, own) for rank in ranks)
+        if not all(self._peers.gather(fits)):
+            return OwnState.dropped
         if then == now:
             self._load_own_of(path, opened.index, self._groups.rank, own)
             return OwnState.exact
-        here = self._groups.place
         part = {name: torch.empty_like(tensor) for name, tensor in own.items()}
         for tensor in own.values():
             tensor.zero_()
-        for dp_rank in range(then.dp):
-            rank = then.rank(Place(here.tp_rank, here.pp_rank, dp_rank))
+        for rank in replicas:
             self._load_own_of(path, opened.index, rank, part)
             for name, tensor in own.items():
                 tensor.add_(part[name], alpha=1.0 / then.dp)
@@ -205,6 +211,17 @@ class Loader:
         self._peers.on_each(lambda: read_part(path, index, tensors, shards))
 
 
+def _fits(index: Mapping[str, StoredTensor], rank: int, own: Mapping[str, Tensor]) -> bool:
+    """Whether a rank of the stored layout saved tensors of these names and shapes of its own."""
+    begin = state.own_name(rank, "")
+    stored = {
+        name.removeprefix(begin): (entry.shape, entry.dtype)
+        for name, entry in index.items()
+        if name.startswith(begin)
+    }
+    return stored == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+
+
 def _does_not_fit(path: Path, problems: Iterable[str]) -> CheckpointError:
     distinct = sorted(set(problems))
     shown = "\n".join(f"  - {problem}" for problem in distinct[:_SHOWN_PROBLEMS])
@@ -212,5 +229,6 @@ def _does_not_fit(path: Path, problems: Iterable[str]) -> CheckpointError:
     return CheckpointError(
         f"{path} does not fit this model:\n{shown}"
         + (f"\n  and {more} more" if more > 0 else "")
-        + "\nTo fix: use the model.* and train.dtype that it was saved with, or another run folder."
+        + "\nTo fix: use the model.*, lora.*, train.dtype, train.local_steps and train.outer that "
+        "it was saved with, or another run folder."
     )

@@ -185,16 +185,32 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
-        return Manifest(**{**content, "files": files})
+        manifest = Manifest(**{**content, "files": files})
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{MANIFEST} is not a manifest: {error!r}") from None
+    if not files or not isinstance(manifest.common, dict):
+        raise CheckpointError(f"{MANIFEST} is not a manifest: it names no files, or no values")
+    return manifest
 
 
 def inspect(path: Path) -> StoredCheckpoint:
-    """A checkpoint folder after a look at its manifest and at the size of each file."""
+    """A checkpoint folder after a look at its manifest and at the size of each file.
+
+    Raises CheckpointError if the folder's name is not that of a committed checkpoint.
+    """
     match = _COMMITTED.fullmatch(path.name)
     if match is None:
-        raise ValueError(f"{path.name} is not the name of a committed checkpoint")
+        inside = sorted(
+            found
+            for folder in (path, path / "checkpoints")
+            if folder.is_dir()
+            for found in folder.iterdir()
+            if _COMMITTED.fullmatch(found.name)
+        )
+        hint = f", such as {inside[-1]}" if inside else ""
+        raise CheckpointError(
+            f"{path} is no committed checkpoint: give a folder checkpoints/step_N of a run{hint}"
+        )
     step = int(match.group(1))
     try:
         manifest = read_manifest(path)

@@ -86,6 +86,16 @@ class TensorKind:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+def require_storable(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raises CheckpointError for a tensor of a format that no file of ours can hold."""
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
+            raise CheckpointError(
+                f"{name} is {tensor.dtype}, which cannot be saved: convert it to one of {known}"
+            )
+
+
 def tensor_file(rank: int) -> str:
     """Name of the file with the tensors that one rank wrote."""
     return f"rank_{rank:05d}.safetensors"
@@ -156,9 +166,7 @@ def lay_out(
     for tensor in tensors:
         if tensor.name in entries:
             raise CheckpointError(f"two parts of {tensor.name} would be written into one file")
-        dtype = _NAMES.get(tensor.dtype)
-        if dtype is None:
-            raise CheckpointError(f"{tensor.name} is {tensor.dtype}, which cannot be saved")
+        dtype = _NAMES[tensor.dtype]
         end = at + tensor.size_bytes
         entries[tensor.name] = {
             "dtype": dtype,

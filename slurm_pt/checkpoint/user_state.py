@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from slurm_pt.checkpoint.state import OWN
 from slurm_pt.checkpoint.tensor_index import read_index
 from slurm_pt.errors import CheckpointError
 from slurm_pt.parallel.model_state import ModelState
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from slurm_pt.checkpoint.checkpointer import Checkpointer
     from slurm_pt.checkpoint.resuming import Resumed
 
+_SETTINGS = "settings"
+"""Part of the stored names of an optimizer's settings that are tensors."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -34,11 +37,13 @@ def flatten(
     shards: dict[str, Shard] = {}
     tree: dict[str, Any] = {}
     for key, value in state.items():
+        if f"{key}/".startswith(OWN):
+            raise CheckpointError(f"state[{key!r}]: this name is taken; give it another one")
         if isinstance(value, ModelState):
             parts, part_shards = value.tensors()
             tensors |= {f"{key}/{name}": tensor.detach() for name, tensor in parts.items()}
             shards |= {f"{key}/{name}": shard for name, shard in part_shards.items()}
-            tree[key] = {"parts": _flatten(value.settings(), key, tensors)}
+            tree[key] = {"parts": _flatten(value.settings(), f"{key}/{_SETTINGS}", tensors)}
         else:
             plain = value.state_dict() if hasattr(value, "state_dict") else value
             tree[key] = _flatten(plain, key, tensors)
@@ -47,6 +52,13 @@ def flatten(
 
 def _flatten(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, Tensor):
+        if name in tensors:
+            raise CheckpointError(
+                f"two tensors of the state would be stored as {name!r}: give them keys that differ "
+                "when they are joined by /"
+            )
+        if value.layout is not torch.strided or value.is_meta:
+            raise CheckpointError(f"{name} is a sparse or a meta tensor, which cannot be saved")
         tensors[name] = value.detach()
         return {"tensor": name}
     if isinstance(value, _PLAIN):
@@ -104,8 +116,10 @@ def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Res
     own, _, _ = flatten({key: part for key, part in others.items() if _has_tensors(part)})
 
     def allocate(path: Path) -> Mapping[str, Tensor]:
-        for name, stored in read_index(path).items():
-            if name.partition("/")[0] in models:
+        index = read_index(path)
+        for name, stored in index.items():
+            key, _, rest = name.partition("/")
+            if key in models and not rest.startswith(f"{_SETTINGS}/"):
                 continue
             # Into the object's own memory where it has it already: a model is not held twice. A
             # new optimizer has no moments yet, and takes those that it is given.
@@ -114,7 +128,8 @@ def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Res
                 mine = torch.empty(stored.shape, dtype=stored.dtype)
             tensors[name] = mine
         for key, model in models.items():
-            model.prepare()
+            if any(name.startswith(f"{key}/optimizer/") for name in index):
+                model.prepare()
             parts, part_shards = model.tensors()
             tensors.update({f"{key}/{name}": tensor for name, tensor in parts.items()})
             shards.update({f"{key}/{name}": shard for name, shard in part_shards.items()})
@@ -138,6 +153,11 @@ def load_user_state(checkpointer: Checkpointer, state: Mapping[str, Any]) -> Res
         if hasattr(target, "load_state_dict"):
             target.load_state_dict(value)
         elif isinstance(target, Tensor):
+            if target.shape != value.shape:
+                raise CheckpointError(
+                    f"state[{key!r}] has the shape {tuple(target.shape)}, the stored one "
+                    f"{tuple(value.shape)}: give one like that which was saved"
+                )
             target.data.copy_(value)
         elif isinstance(target, dict):
             target.clear()

@@ -41,6 +41,10 @@ KEYS_WITHOUT_INFLUENCE = (
     ("parallel", "zero"),
 )
 """The same, within sections that do."""
+LARGEST_LOSS_SCALE = 2.0**64
+MOST_RANKS = 2**20
+LONGEST_TIMEOUT_S = 10**8
+"""About three years; torch counts in nanoseconds, in 63 bits."""
 LONGEST_SIGNAL_LEAD_S = 65535
 """The largest number that sbatch takes in --signal."""
 
@@ -159,7 +163,10 @@ def _typed(key: str, value: Any, hint: Any, problems: list[Problem]) -> Any:
         elif isinstance(origin, type) and issubclass(origin, Enum):
             if isinstance(value, str) and value in origin.__members__:
                 return origin[value]
-        elif origin is float and isinstance(value, int) and not isinstance(value, bool):
+        elif origin is float and isinstance(value, int | float) and not isinstance(value, bool):
+            if not math.isfinite(value):
+                rule = "must be a finite number"
+                problems.append(Problem(key, value, rule, "give a number, or leave it out"))
             return float(value)
         elif isinstance(value, origin) and (origin is bool or not isinstance(value, bool)):
             return value
@@ -238,6 +245,13 @@ def _job_rules(config: JobConfig) -> typing.Iterator[Problem]:
     ):
         if value is not None and value < 1:
             yield Problem(key, value, "must be at least 1", f"set {key}=1 or more")
+    ranks = config.parallel.tp * config.parallel.pp * (config.parallel.dp or 1)
+    if ranks > MOST_RANKS:
+        rule = f"parallel.tp * parallel.pp * parallel.dp is more than {MOST_RANKS} ranks"
+        yield Problem("parallel.dp", config.parallel.dp, rule, "set them to what the job has")
+    if config.cluster.collective_timeout_s > LONGEST_TIMEOUT_S:
+        key, rule = "cluster.collective_timeout_s", f"must be at most {LONGEST_TIMEOUT_S}"
+        yield Problem(key, config.cluster.collective_timeout_s, rule, f"set {key}=1800")
     for key, seconds in (
         ("checkpoint.interval_s", config.checkpoint.interval_s),
         ("monitor.heartbeat_s", config.monitor.heartbeat_s),
@@ -329,9 +343,14 @@ def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
         ("train.eval_batches", train.eval_batches),
         ("train.loss_scale", train.loss_scale),
         ("train.loss_scale_window", train.loss_scale_window),
+        ("model.head_size", model.head_size),
+        ("model.rope_original_seq_len", model.rope_original_seq_len),
     ):
-        if value < 1:
+        if value is not None and value < 1:
             yield Problem(key, value, "must be at least 1", f"set {key}=1 or more")
+    if train.loss_scale > LARGEST_LOSS_SCALE:
+        rule = f"above {LARGEST_LOSS_SCALE:g} no loss is finite"
+        yield Problem("train.loss_scale", train.loss_scale, rule, "set train.loss_scale=65536")
     for key, number in (("train.lr", train.lr), ("train.eps", train.eps)):
         if not number > 0:
             yield Problem(key, number, "must be positive", f"set {key} above 0")
@@ -391,7 +410,7 @@ def _mixture_rules(path: str | None, mixture: list[MixtureSource]) -> typing.Ite
         yield Problem("data.mixture", "[]", "an empty mixture", fix)
     for place, source in enumerate(mixture):
         key = f"data.mixture[{place}]"
-        if not (source.weight > 0 and math.isfinite(source.weight)):
+        if not source.weight > 0:
             fix = "set it above 0, or leave the source out"
             yield Problem(f"{key}.weight", source.weight, "must be positive", fix)
         if source.path in [other.path for other in mixture[:place]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from slurm_pt.config.choices import Activation
@@ -21,7 +20,7 @@ def lora_rules(config: RunConfig) -> Iterator[Problem]:
     if lora.rank < 1:
         fix = "set lora.rank=8, or null for no adapters"
         yield Problem("lora.rank", lora.rank, "must be at least 1", fix)
-    if not (lora.alpha > 0 and math.isfinite(lora.alpha)):
+    if not lora.alpha > 0:
         yield Problem("lora.alpha", lora.alpha, "must be positive", "set lora.alpha=16")
     gated = config.model.activation is Activation.swiglu
     known = [target for target in LORA_TARGETS if gated or target != "gate"]

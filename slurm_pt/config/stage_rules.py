@@ -9,6 +9,8 @@ from slurm_pt.config.model_rules import divisors
 from slurm_pt.config.schema import RunConfig
 from slurm_pt.errors import Problem
 
+MOST_STAGES = 1024
+
 
 def stage_rules(config: RunConfig) -> Iterator[Problem]:
     """Every broken rule of the pipeline."""
@@ -23,6 +25,10 @@ def stage_rules(config: RunConfig) -> Iterator[Problem]:
             f"more stages than model.num_layers={num_layers}; each stage needs a layer",
             f"set parallel.pp={num_layers} or less",
         )
+        return
+    if pp * virtual_stages > MOST_STAGES:
+        rule = f"parallel.pp * parallel.virtual_stages is more than {MOST_STAGES} stages"
+        yield Problem("parallel.pp", pp, rule, "set fewer: their schedule is planned step by step")
         return
     yield from _schedule_rules(config)
     yield from _recompute_rules(config)

@@ -94,9 +94,16 @@ class ModelState:
         """Parameter name, parameter, kind and value of all that the optimizer holds."""
         if self.optimizer is None:
             return []
-        return [
+        held: list[tuple[str, Tensor, str, Any]] = [
             (name, parameter, kind, value)
             for name, parameter in self.model.named_parameters()
             for kind, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor)
+            if value is not None
         ]
+        for name, _, kind, value in held:
+            if not isinstance(value, Tensor):
+                raise CheckpointError(
+                    f"the optimizer's {kind} of {name} is a {type(value).__name__}, no tensor: it "
+                    "would be lost. Use an optimizer whose state is tensors, as torch's are"
+                )
+        return held

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 
 class PendingBackward:
@@ -20,11 +20,15 @@ class PendingBackward:
     def __init__(self, output: Tensor):
         self._gradients: list[Tensor] = []
         """The one that was given; also held by the graph."""
-        start: Tensor = _Start.apply(output, self._gradients)  # type: ignore[no-untyped-call]
-        self._edge = get_gradient_edge(start)
+        self._edge: GradientEdge | None = None
+        if output.requires_grad:  # else all before it is frozen
+            start: Tensor = _Start.apply(output, self._gradients)  # type: ignore[no-untyped-call]
+            self._edge = get_gradient_edge(start)
 
     def run(self, gradient: Tensor) -> None:
         """Add to the gradients of all leaves, with `gradient` as that of the output."""
+        if self._edge is None:
+            return
         self._gradients.append(gradient)
         torch.autograd.backward((self._edge,))
 

@@ -31,7 +31,7 @@ def role_problems(
 
     `kv_sharing` is how many tensor ranks the group has that may hold the same key/value heads.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     for name, role in roles.items():
         if role in ("sequence", "scatter", "gather"):
             continue
@@ -130,13 +130,19 @@ def replace_layers(
     Weights that were tied stay tied. In a module that runs on the whole sequence, layers do so.
     """
     whole = [name for name, role in roles.items() if role in ("scatter", "gather")]
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     tied: dict[int, nn.Parameter] = {}
+    done: dict[int, nn.Module] = {}
     for name, role in roles.items():
         module = modules.get(name)
         if module is None or role == "sequence" or isinstance(module, OnAnotherStage):
             continue
+        parent, _, last = name.rpartition(".")
+        if id(module) in done:  # one module under two names stays one
+            modules[parent].add_module(last, done[id(module)])
+            continue
         if role in ("scatter", "gather"):
+            done[id(module)] = module
             if axis.splits_sequence:
                 _change_sequence(module, role, axis, sequence_dim)
             continue
@@ -153,7 +159,7 @@ def replace_layers(
             tied[id(parameter)] = held
         if inner.splits_sequence and sequence_dim != 0:
             _turn(layer)
-        parent, _, last = name.rpartition(".")
+        done[id(module)] = layer
         modules[parent].add_module(last, layer)
 
 

@@ -79,7 +79,7 @@ def split(
     """
     parallel = parallel or ParallelConfig()
     problems = list(trainer_only_problems(parallel))
-    names = [name for name, _ in model.named_modules() if name]
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     roles = plan.assign([*names, *parameters], problems)
     units = plan.expand_units(names, problems)

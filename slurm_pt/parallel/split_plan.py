@@ -50,9 +50,10 @@ class SplitPlan:
         by: dict[str, str] = {}
         for pattern, role in self.modules.items():
             key = f"modules[{pattern!r}]"
-            if isinstance(role, str) and role not in ROLES:
-                rule = f"no such role{nearest(role, ROLES)}"
-                problems.append(Problem(key, role, rule, f"use one of {', '.join(ROLES)}"))
+            wrong = _role_problem(key, role)
+            if wrong is not None:
+                problems.append(wrong)
+                continue
             matched = [name for name in names if matches(pattern, name)]
             if not matched:
                 problems.append(_no_match(key, role, pattern, names))
@@ -77,6 +78,20 @@ class SplitPlan:
             rule = f"{second} is a part of {first}, or named twice"
             problems.append(Problem("units", list(self.units), rule, "name one of them alone"))
         return units
+
+
+def _role_problem(key: str, role: object) -> Problem | None:
+    if isinstance(role, str):
+        if role in ROLES:
+            return None
+        rule = f"no such role{nearest(role, ROLES)}"
+        return Problem(key, role, rule, f"use one of {', '.join(ROLES)}")
+    sizes = role.values() if isinstance(role, Mapping) else [None]
+    features = [size.features if isinstance(size, Rows) else size for size in sizes]
+    if features and all(type(number) is int and number > 0 for number in features):
+        return None
+    fix = f"use one of {', '.join(ROLES)}, or the output features of each part by name"
+    return Problem(key, role, "neither a role nor numbers of output features", fix)
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -90,6 +90,7 @@ def stage_units(
     Adds what is wrong to `problems`.
     """
     stages = pp * parallel.virtual_stages
+    problems += _unit_problems(model, units)
     outside = [
         name
         for name, _ in model.named_parameters(remove_duplicate=False)
@@ -115,6 +116,20 @@ def stage_units(
             problems.append(Problem("parallel.stage_layers", list(sizes), str(error), fix))
             return [list(units)]
     return [[units[index] for index in span] for span in spans]
+
+
+def _unit_problems(model: nn.Module, units: Sequence[str]) -> Iterator[Problem]:
+    """Units that cannot be called, or that share their weights with one before."""
+    first: dict[int, str] = {}
+    for name in units:
+        unit = model.get_submodule(name)
+        if type(unit).forward is nn.Module.forward:
+            fix = f"name what is in it instead, such as '{name}.*'"
+            yield Problem("units", name, f"a {type(unit).__name__} cannot be called", fix)
+        same = first.setdefault(id(unit), name)
+        if same != name and any(True for _ in unit.parameters()):
+            fix = "make it one unit with all that is called between the two, or give it its own"
+            yield Problem("units", name, f"is the same module as {same}, with its weights", fix)
 
 
 def border_message(

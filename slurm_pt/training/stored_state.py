@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from typing import TYPE_CHECKING, NamedTuple
 
 from slurm_pt.parallel.low_rank import FACTORS
@@ -39,9 +41,18 @@ def stored_state(
         model, optimizer.state(), weights=model.trained_parameters(), sharding=model.sharding
     )
     if local is None:
-        return StoredState(tensors, shards, own=reduction.state())
+        # Named by the parameters that it is about: of others it must not be taken over.
+        about = digest_of(model)
+        own = {f"{about}/{name}": tensor for name, tensor in reduction.state().items()}
+        return StoredState(tensors, shards, own)
     agreed, shards = stored_pieces(model, local.state())
     return StoredState(agreed, shards, own=tensors)
+
+
+def digest_of(model: RankModel) -> str:
+    """Ten digits that name the trained parameters of a rank and their shapes."""
+    trained = [(name, tuple(p.shape)) for name, p in model.trained_parameters().items()]
+    return hashlib.sha256(json.dumps(trained).encode()).hexdigest()[:10]
 
 
 def base_tensors(model: RankModel) -> Stored:

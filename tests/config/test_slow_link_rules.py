@@ -8,8 +8,6 @@ from slurm_pt.config import read_config
 from slurm_pt.config.choices import GradientCompression, Outer
 from tests.builders import problems_of, small_config
 
-NAN = float("nan")
-
 
 @pytest.mark.parametrize(
     ("changes", "key", "rule", "fix"),
@@ -60,7 +58,6 @@ NAN = float("nan")
             "set train.local_after=5",
         ),
         ({"train__outer_lr": 0.0}, "train.outer_lr", "must be positive", "train.outer_lr=0.7"),
-        ({"train__outer_lr": NAN}, "train.outer_lr", "must be positive", "train.outer_lr=0.7"),
         ({"train__outer_momentum": 1.0}, "train.outer_momentum", "in [0, 1)", "momentum=0.9"),
         (
             {"train__outer": "nesterov"},

@@ -21,6 +21,12 @@ INTERLEAVED = {"parallel__schedule": "interleaved", "parallel__pp": 2}
             "use one of one_f_one_b, gpipe, interleaved, zero_bubble",
         ),
         (
+            {"parallel__pp": 2000, "model__num_layers": 2000},
+            "parallel.pp",
+            "parallel.pp * parallel.virtual_stages is more than 1024 stages",
+            "set fewer: their schedule is planned step by step",
+        ),
+        (
             {"parallel__virtual_stages": 0},
             "parallel.virtual_stages",
             "must be at least 1",

@@ -252,6 +252,56 @@ def moves(folder: Path, layouts: list[tuple[int, int, int]]) -> list[Curve]:
     return found
 
 
+def odd_models(folder: Path) -> dict[str, Any]:
+    """On two stages: units that are one module, a stage without anything to train, early saves."""
+    groups = groups_of((1, 2, 1))
+    found: dict[str, Any] = {}
+    for name in ("shared activation", "frozen first stage"):
+        act = nn.Tanh()
+        torch.manual_seed(0)
+        layers = [nn.Linear(4, 4).double() for _ in range(4)]
+        model = nn.Sequential(*(unit for layer in layers for unit in (layer, act)))
+        if name == "frozen first stage":
+            for layer in layers[:2]:
+                layer.requires_grad_(False)
+        x = torch.arange(8.0, dtype=torch.float64).reshape(2, 4)
+        model(x).square().mean().backward()
+        expected = {
+            f"{2 * index}.weight": layer.weight.grad.clone()
+            for index, layer in enumerate(layers)
+            if layer.weight.grad is not None
+        }
+        for layer in layers:
+            layer.weight.grad = None
+        part = split(
+            model,
+            SplitPlan(units=["*"]),
+            groups,
+            inputs=lambda batch: batch,
+            loss=lambda output, _: output.square().mean(),
+            message_shape=(2, 4),
+            parallel=ParallelConfig(stage_layers=[4, 4]),
+        )
+        part.forward_backward([x])
+        found[name] = all(
+            torch.allclose(parameter.grad, expected[key], rtol=1e-12)
+            for key, parameter in part.named_parameters()
+            if key in expected and parameter.grad is not None
+        )
+    optimizer = torch.optim.AdamW(part.parameters(), lr=torch.tensor(0.25))
+    state = {"training": part.state(optimizer)}
+    tensors, shards, tree = flatten(state)  # before the first step
+    checkpointer(folder, groups).save(
+        0, tensors, shards=shards, rank_state={}, common={"tree": tree}, wait=True
+    )
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    assert load_user_state(checkpointer(folder, groups), state) is not None
+    found["a rate that is a tensor"] = float(optimizer.param_groups[0]["lr"]) == 0.25
+    found["no moments yet"] = not optimizer.state
+    groups.close()
+    return found
+
+
 # ---------------------------------------------------------------------------------- Hugging Face
 
 LLAMA_PLAN = SplitPlan(

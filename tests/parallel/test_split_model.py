@@ -69,6 +69,11 @@ def test_a_checkpoint_goes_on_in_any_layout(tmp_path, alone):
         assert found_norms == pytest.approx(norms[2:], rel=1e-9)
 
 
+def test_odd_models_and_early_saves(tmp_path):
+    for rank in run_ranks(2, "tests.parallel.split_cases:odd_models", tmp_path):
+        assert rank == dict.fromkeys(rank, True)
+
+
 def test_models_of_hugging_face_are_split_by_a_few_lines():
     for rank in run_ranks(2, "tests.parallel.split_cases:hugging_face_curves", 2):
         for (losses, norms), (split_losses, split_norms) in rank.values():

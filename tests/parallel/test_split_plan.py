@@ -47,6 +47,9 @@ def test_a_plan_that_fits_has_no_problems():
     ("modules", "said"),
     [
         ({"bloks.*.0": "column"}, "'bloks.*.0' fits the name of no module; did you mean blocks.*"),
+        ({"blocks.*.0": 5}, "neither a role nor numbers of output features"),
+        ({"head": {"a": -4, "b": 12}}, "neither a role nor numbers of output features"),
+        ({"head": {"a": "x"}}, "neither a role nor numbers of output features"),
         ({"blocks.*": "colum"}, "no such role; did you mean column?. To fix: use one of column"),
         ({"blocks.*.1": "column"}, "blocks.0.1 as column=GELU: must be a torch.nn.Linear itself"),
         ({"scale": "row"}, "scale as row=a parameter: must be a torch.nn.Linear itself"),
@@ -174,3 +177,23 @@ def test_stages_of_equal_cost_are_found():
 def test_what_our_trainer_alone_does_is_refused_and_not_ignored(parallel, said):
     (problem,) = trainer_only_problems(parallel)
     assert said in str(problem)
+
+
+def test_a_unit_may_be_named_again_if_it_has_no_weights():
+    act, shared = nn.ReLU(), nn.Linear(4, 4)
+    units, problems = [nn.Linear(4, 4), act, shared, act], []
+    names = [str(number) for number in range(4)]
+    assert stage_units(nn.Sequential(*units), names, 1, ParallelConfig(), problems) == [names]
+    assert problems == []
+    stage_units(nn.Sequential(*units, shared), [*names, "4"], 1, ParallelConfig(), problems)
+    (said,) = map(str, problems)
+    assert "units=4: is the same module as 2, with its weights" in said
+
+
+def test_a_unit_that_cannot_be_called_is_refused():
+    problems = []
+    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]))
+    stage_units(model, ["0"], 1, ParallelConfig(), problems)
+    (said,) = map(str, problems)
+    assert "a ModuleList cannot be called" in said
+    assert "'0.*'" in said

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slurm_pt.config.choices import GradientCompression, Outer
+from slurm_pt.config.choices import GradientCompression, Outer, Schedule
 from slurm_pt.config.schema import LoraConfig, ModelConfig, ParallelConfig, TrainConfig
 from slurm_pt.plan.layout import ParallelLayout
 from slurm_pt.training.layers import NO_LORA
@@ -267,11 +267,19 @@ def saves_and_moves(tokens: Path, folder: Path) -> dict[str, Any]:
             means[name] = total / four.layout.dp
 
     replica.train(save_at=7, save=save)
+    stages = groups_of(ParallelLayout(1, 2, 2))
+    four_layers = replace(MODEL, num_layers=4)
+    compressed = make_replica(tokens, stages, RESUMED["PowerSGD"], four_layers)
+    compressed.train(save_at=7, save=lambda step: _save(compressed, folder / "errors", step))
+    interleaved = replace(POWERSGD, schedule=Schedule.interleaved, virtual_stages=2)
+    other = replace(RESUMED["PowerSGD"], parallel=interleaved)
+    errors = _resume(make_replica(tokens, stages, other, four_layers), folder / "errors")
+    stages.close()
     two = groups_of(ParallelLayout(2, 1, 2))
     split = _resume(make_replica(tokens, two, way), folder)
     two.close()
     four.close()
-    return {"means": means, "split": split}
+    return {"means": means, "split": split, "errors": errors}
 
 
 def loaded_by_two(

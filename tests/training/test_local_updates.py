@@ -41,7 +41,8 @@ def test_every_layout_gives_the_curve_of_the_algorithm(plain, four_ranks, layout
     (losses, norms), (expected_losses, expected_norms) = found[0], plain[layout[2]][way]
     assert losses == pytest.approx(expected_losses, rel=1e-9)
     assert norms == pytest.approx(expected_norms, rel=1e-9)
-    assert losses[-1] < 0.9 * losses[0]
+    # Beside a head of random numbers that stays as it is, adapters learn little.
+    assert losses[-1] < (0.99 if way == "DiLoCo of adapters" else 0.9) * losses[0]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -77,6 +78,10 @@ def test_another_number_of_replicas_begins_with_the_mean(four_ranks, two_ranks):
 
 def test_what_ranks_have_of_their_own_does_not_fit_another_split(four_ranks):
     assert all(rank["saved"]["split"] == (7, "dropped") for rank in four_ranks)
+
+
+def test_errors_of_compressed_gradients_are_not_taken_for_those_of_other_layers(four_ranks):
+    assert all(rank["saved"]["errors"] == (7, "dropped") for rank in four_ranks)
 
 
 def test_what_is_not_compressed_is_as_ever(two_ranks):
