@@ -87,7 +87,8 @@ class Problem:
 
     def __str__(self) -> str:
         shown = "null" if self.value is None else self.value
-        return f"{self.key}={shown}: {self.rule}. To fix: {self.fix}."
+        end = "" if self.rule.endswith("?") else "."
+        return f"{self.key}={shown}: {self.rule}{end} To fix: {self.fix}."
 
 
 class ConfigError(SlurmPtError):

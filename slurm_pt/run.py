@@ -320,6 +320,8 @@ class Run:
                     WANTS_REQUEUE,
                 )
             )
+            if self.by_hand and self.rank == 0:
+                say(f"stopped at step {self.step}; the same command goes on from there")
             self._leave()
             return WANTS_REQUEUE
         self._barrier()  # done.json means that every rank got here: without one there is none

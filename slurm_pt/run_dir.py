@@ -165,6 +165,10 @@ def open_run(path: Path | str) -> RunDir:
     """An existing run folder. Raises RunFolderError where there is none."""
     run = RunDir(resolve_place(Path(path)))
     if not run.config.is_file():
+        named = sorted(found.name for found in _named(Path(path)))
+        if len(named) > 1:
+            shown = ", ".join(named[:5]) + (", ..." if len(named) > 5 else "")
+            raise RunFolderError(f"{path} begins the names of {len(named)} runs: {shown}. Say more")
         raise RunFolderError(
             f"{path} is not a run folder (it has no config.yaml), nor the name of a run in "
             f"./{DEFAULT_ROOT}. `slurm-pt status` lists the runs"
@@ -174,10 +178,18 @@ def open_run(path: Path | str) -> RunDir:
 
 def resolve_place(place: Path) -> Path:
     """The absolute path of a folder, or of the run in ./runs whose name begins with this word."""
-    path = place.expanduser().absolute()
-    if path.exists() or len(place.parts) != 1:
-        return path
-    named = [found.parent for found in Path(DEFAULT_ROOT).glob(f"{place.name}*/config.yaml")]
-    exact = [found for found in named if found.name == place.name]
-    chosen = exact or named
-    return chosen[0].absolute() if len(chosen) == 1 else path
+    chosen = _named(place)
+    return chosen[0] if len(chosen) == 1 else place.expanduser().absolute()
+
+
+def resolve_places(place: Path) -> list[Path]:
+    """The same, but all runs whose names begin with this word."""
+    return _named(place) or [place.expanduser().absolute()]
+
+
+def _named(place: Path) -> list[Path]:
+    """The runs in ./runs that a word means: the one of this name, or all that begin with it."""
+    if place.expanduser().absolute().exists() or len(place.parts) != 1:
+        return []
+    found = [run.parent.absolute() for run in Path(DEFAULT_ROOT).glob(f"{place.name}*/config.yaml")]
+    return [run for run in found if run.name == place.name] or sorted(found)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from slurm_pt.errors import RunFolderError
 from slurm_pt.files import (
     append_json_line,
 )
+from slurm_pt.monitor.status import find_runs
 from slurm_pt.run_dir import RunDir, open_run
 from tests.builders import commit_step, make_run
 
@@ -17,6 +19,19 @@ from tests.builders import commit_step, make_run
 def test_a_folder_without_a_configuration_is_no_run(tmp_path):
     with pytest.raises(RunFolderError, match=r"is not a run folder .*slurm-pt status"):
         open_run(tmp_path)
+
+
+def test_a_run_is_found_by_the_beginning_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("gpt-1a", "gpt-1b", "gpt", "other-2c"):
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "config.yaml").touch()
+    assert open_run("oth").name == "other-2c"
+    assert open_run("gpt").name == "gpt"  # the whole name comes first
+    with pytest.raises(RunFolderError, match="gpt- begins the names of 2 runs: gpt-1a, gpt-1b"):
+        open_run("gpt-")
+    assert [run.name for run in find_runs([Path("gpt-")])] == ["gpt-1a", "gpt-1b"]
 
 
 def test_attempts_are_numbered_from_zero_and_sorted_as_numbers(tmp_path):

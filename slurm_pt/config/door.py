@@ -354,6 +354,9 @@ def _positive_rules(config: RunConfig) -> typing.Iterator[Problem]:
     for key, number in (("train.lr", train.lr), ("train.eps", train.eps)):
         if not number > 0:
             yield Problem(key, number, "must be positive", f"set {key} above 0")
+    if train.min_lr > train.lr:
+        fix = f"set train.min_lr={train.lr:g} or less"
+        yield Problem("train.min_lr", train.min_lr, f"above train.lr={train.lr:g}", fix)
     if not 0 <= model.dropout < 1:
         yield Problem("model.dropout", model.dropout, "must be in [0, 1)", "set model.dropout=0.1")
     for key, number in (("train.beta1", train.beta1), ("train.beta2", train.beta2)):

@@ -106,11 +106,19 @@ def check_world(
     if info.world_size != layout.world_size:
         dp, left_over = divmod(info.world_size, layout.tp * layout.pp)
         fit = f"parallel.dp={dp} fits these ranks" if dp and not left_over else "no dp fits these"
+        if info.launcher is Launcher.single:
+            raise LaunchError(
+                f"{found}, but {asked} = {layout.world_size}. To fix: submit it with `-m "
+                f"hydra/launcher=slurm_pt` (without Slurm that starts {layout.world_size} "
+                f"processes here), or start it with `torchrun --nproc-per-node {layout.world_size} "
+                f"PROGRAM ...`, or set parallel.tp/pp/dp for {info.world_size} ({fit}). In the "
+                "shell of srun --pty, ask for one task."
+            )
         raise LaunchError(
             f"{found}, but {asked} = {layout.world_size}. They must be equal; --ntasks-per-node "
             f"beside --ntasks is only a maximum. To fix: set slurm.nodes and srun's number of "
             f"tasks for {layout.world_size} ranks, or parallel.tp/pp/dp for {info.world_size} "
-            f"({fit}). In the shell of srun --pty, ask for one task."
+            f"({fit})."
         )
     if layout.tp == 1 or info.num_nodes == 1:
         return

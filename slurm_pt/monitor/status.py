@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from slurm_pt.errors import RunFolderError
 from slurm_pt.files import find_json, read_json
-from slurm_pt.run_dir import AttemptDir, RunDir, resolve_place
+from slurm_pt.run_dir import AttemptDir, RunDir, resolve_places
 from slurm_pt.submit.run_state import RunPhase, RunState, run_state
 
 if TYPE_CHECKING:
@@ -109,8 +109,7 @@ def _overrides(run: RunDir) -> tuple[str, ...]:
 def find_runs(places: Iterable[Path]) -> list[RunDir]:
     """The runs at or directly below each place, in the order of their names."""
     runs: dict[Path, RunDir] = {}
-    for place in places:
-        place = resolve_place(place)
+    for place in [found for named in places for found in resolve_places(named)]:
         if (place / "config.yaml").is_file():
             runs[place] = RunDir(place)
         elif manifests := _manifests(place):  # a sweep's folder

@@ -34,11 +34,13 @@ def render_table(rows: Sequence[RunStatus], *, note: str = "") -> Table:
     if any(points):
         names.insert(1, "POINT")
     for name in names:
+        # In a narrow terminal these two take several lines, and all else stays whole.
+        long = name in {"POINT", "WHY"}
         table.add_column(
             name,
             justify="right" if name in {"STEP", "LOSS", "TOK/S", "TRY"} else "left",
-            no_wrap=True,
-            overflow="ellipsis",
+            no_wrap=not long,
+            overflow="fold" if long else "ellipsis",
         )
     for row, point in zip(rows, points, strict=True):
         cells = _cells(row)

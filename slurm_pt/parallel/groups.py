@@ -179,8 +179,23 @@ def start_reduce_scatter(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -
     """
     if whole.device.type == "cpu":
         return _ExchangedSum(whole, own, group)
-    work: Pending = dist.reduce_scatter_tensor(own, whole, group=group, async_op=True)
+    work: Pending = _collective("reduce_scatter_single", "reduce_scatter_tensor")(
+        own, whole, group=group, async_op=True
+    )
     return work
+
+
+def start_all_gather(whole: Tensor, part: Tensor, group: dist.ProcessGroup) -> Pending:
+    """The parts of all ranks of the group on their way into `whole`, one after another."""
+    work: Pending = _collective("all_gather_single", "all_gather_into_tensor")(
+        whole, part, group=group, async_op=True
+    )
+    return work
+
+
+def _collective(name: str, before: str) -> Any:
+    """Torch's function of this name; torch 2.12 and older call it otherwise."""
+    return getattr(dist, name, None) or getattr(dist, before)
 
 
 class _ExchangedSum:

@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
 from slurm_pt.parallel.axis import TensorAxis
-from slurm_pt.parallel.groups import start_all_reduce, start_reduce_scatter
+from slurm_pt.parallel.groups import start_all_gather, start_all_reduce, start_reduce_scatter
 from slurm_pt.parallel.low_rank import LowRankUpdate
 from slurm_pt.parallel.pending_backward import PendingBackward
 from slurm_pt.parallel.weight_gradients import add_weight_gradient
@@ -177,11 +176,10 @@ class _Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None, None, None, None, *grad_factors
 
 
-def _start_gather(x: Tensor, axis: TensorAxis) -> tuple[Tensor, dist.Work]:
+def _start_gather(x: Tensor, axis: TensorAxis) -> tuple[Tensor, Any]:
     """The whole sequence, [seq, ...] of [seq / tp, ...], once the work has ended."""
     whole = x.new_empty((x.shape[0] * axis.tp, *x.shape[1:]))
-    work: Any = dist.all_gather_into_tensor(whole, x.contiguous(), group=axis.peers, async_op=True)
-    return whole, work
+    return whole, start_all_gather(whole, x.contiguous(), axis.peers)
 
 
 def _start_reduction(x: Any, axis: TensorAxis) -> tuple[Tensor, Any]:

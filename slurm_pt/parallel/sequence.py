@@ -8,10 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from slurm_pt.parallel.axis import TensorAxis, shard_size
+from slurm_pt.parallel.groups import start_all_gather
 
 
 def scatter_sequence(x: Tensor, *, axis: TensorAxis, dim: int) -> Tensor:
@@ -56,5 +56,5 @@ def _own(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
 def _whole(x: Tensor, axis: TensorAxis, dim: int) -> Tensor:
     parts = x.movedim(dim, 0).contiguous()
     whole = parts.new_empty((parts.shape[0] * axis.tp, *parts.shape[1:]))
-    dist.all_gather_into_tensor(whole, parts, group=axis.peers)
+    start_all_gather(whole, parts, axis.peers).wait()
     return whole.movedim(0, dim)

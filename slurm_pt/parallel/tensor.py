@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_pt.parallel.axis import StoredPart, TensorAxis, shard_size
-from slurm_pt.parallel.groups import all_reduce, start_reduce_scatter
+from slurm_pt.parallel.groups import all_reduce, start_all_gather, start_reduce_scatter
 from slurm_pt.parallel.low_rank import LowRank, column_update, row_update
 from slurm_pt.parallel.product import Prepare, parallel_linear
 from slurm_pt.parallel.shard import WHOLE
@@ -175,5 +175,5 @@ class _ReduceScatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         part = grads[0].contiguous()
         whole = part.new_empty((part.shape[0] * ctx.group.size(), *part.shape[1:]))
-        dist.all_gather_into_tensor(whole, part, group=ctx.group)
+        start_all_gather(whole, part, ctx.group).wait()
         return whole, None

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slurm_pt.parallel.buckets import BUCKET_BYTES, flat_views, in_buckets
-from slurm_pt.parallel.groups import start_reduce_scatter
+from slurm_pt.parallel.groups import start_all_gather, start_reduce_scatter
 from slurm_pt.plan.optimizer_state import owned_range
 
 if TYPE_CHECKING:
@@ -67,8 +67,7 @@ class ShardedParameters:
         if self.group.size() == 1:
             return
         works = [
-            dist.all_gather_into_tensor(buffer, self.owned(buffer), group=self.group, async_op=True)
-            for buffer in self.buffers
+            start_all_gather(buffer, self.owned(buffer), self.group) for buffer in self.buffers
         ]
         for work in works:
             work.wait()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from typing import TYPE_CHECKING
 
-from slurm_pt.owner import pid_start_time
+from slurm_pt.owner import boot_id, pid_start_time, read_owner
 from slurm_pt.run_dir import RunDir
 from slurm_pt.submit.run_state import current_job, last_decision
 
@@ -20,7 +21,7 @@ def cancel_run(run: RunDir, client: SlurmClient) -> str:
         return "finished already"
     job = current_job(run)
     if job is None:
-        return "was never submitted"
+        return _cancel_by_hand(run)
     end = last_decision(run)
     if end is not None and end["action"] == "stop" and end["time"] > job["submitted"]:
         return f"has ended already: {end['reason']}"
@@ -35,3 +36,19 @@ def cancel_run(run: RunDir, client: SlurmClient) -> str:
         return "its local launcher has ended already"
     os.kill(pid, signal.SIGTERM)
     return f"asked local launcher {pid} to stop"
+
+
+def _cancel_by_hand(run: RunDir) -> str:
+    """Ends a run that was started at a terminal: its rank 0 owns the folder."""
+    owner = read_owner(run)
+    if owner is None:
+        return "was never submitted"
+    if owner.released:
+        return "is not running"
+    if (owner.boot_id, owner.host) != (boot_id(), socket.gethostname()):
+        return f"was started by hand on {owner.host}: end it there, process {owner.pid}"
+    if pid_start_time(owner.pid) != owner.pid_start:
+        return "is not running"
+    run.record_event("cancel_requested")
+    os.kill(owner.pid, signal.SIGTERM)
+    return f"asked process {owner.pid} to stop"

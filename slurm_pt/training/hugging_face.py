@@ -210,6 +210,8 @@ def _to_gpt2(config: ModelConfig) -> dict[str, Any]:
         "resid_pdrop": config.dropout,
         "embd_pdrop": config.dropout,
         "attn_pdrop": 0.0,
+        "bos_token_id": None,  # theirs are of the published vocabulary
+        "eos_token_id": None,
     }
 
 

@@ -114,6 +114,7 @@ def test_a_valid_configuration_becomes_frozen_and_typed():
         ("parallel.dp", 10**9, "more than 1048576 ranks", "what the job has"),
         ("cluster.collective_timeout_s", 10**14, "must be at most", "collective_timeout_s=1800"),
         ("train.min_lr", -1.0, "must not be negative", "set train.min_lr=0"),
+        ("train.min_lr", 1.0, "above train.lr=0.0003", "set train.min_lr=0.0003 or less"),
         ("train.warmup_steps", -1, "must not be negative", "set train.warmup_steps=0"),
         ("train.weight_decay", -0.1, "must not be negative", "set train.weight_decay=0"),
         ("model.init_std", -0.1, "must not be negative", "set model.init_std=0"),

@@ -21,6 +21,12 @@ def test_f07_a_world_of_another_size_is_refused_before_torch_is_imported():
     assert "slurm.nodes" in message
 
 
+def test_one_process_is_told_how_several_are_started():
+    message = refusal(check_world, read_rank({}), ParallelLayout(tp=2, pp=1, dp=2))
+    assert "-m hydra/launcher=slurm_pt" in message
+    assert "torchrun --nproc-per-node 4" in message
+
+
 def test_f07_the_dp_that_fits_is_named():
     layout = ParallelLayout(tp=2, pp=1, dp=1)
     assert "parallel.dp=4 fits" in refusal(check_world, read_rank(step(0, [8])), layout)

@@ -50,7 +50,7 @@ def test_a_plan_that_fits_has_no_problems():
         ({"blocks.*.0": 5}, "neither a role nor numbers of output features"),
         ({"head": {"a": -4, "b": 12}}, "neither a role nor numbers of output features"),
         ({"head": {"a": "x"}}, "neither a role nor numbers of output features"),
-        ({"blocks.*": "colum"}, "no such role; did you mean column?. To fix: use one of column"),
+        ({"blocks.*": "colum"}, "no such role; did you mean column? To fix: use one of column"),
         ({"blocks.*.1": "column"}, "blocks.0.1 as column=GELU: must be a torch.nn.Linear itself"),
         ({"scale": "row"}, "scale as row=a parameter: must be a torch.nn.Linear itself"),
         ({"norm": "vocabulary"}, "norm as vocabulary=LayerNorm: must be a torch.nn.Embedding"),

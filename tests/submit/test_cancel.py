@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 
 from slurm_pt.files import write_json
-from slurm_pt.owner import pid_start_time
+from slurm_pt.owner import pid_start_time, this_process
 from slurm_pt.submit.cancel import cancel_run
 from tests.builders import make_run
 from tests.submit.fakes import RecordingClient
@@ -41,6 +42,17 @@ def test_a_local_launcher_is_asked_to_stop(run):
         write_json(run.job, {"pid": pid, "pid_start": pid_start_time(pid), "host": host})
         assert cancel_run(run, RecordingClient()) == f"asked local launcher {pid} to stop"
         assert launcher.wait(timeout=30) == -signal.SIGTERM
+
+
+def test_a_run_that_was_started_by_hand_is_asked_to_stop(run):
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as rank_0:
+        owner = this_process(job_key=None, restart_count=0, pid=rank_0.pid)
+        write_json(run.owner, dataclasses.asdict(owner))
+        assert cancel_run(run, RecordingClient()) == f"asked process {rank_0.pid} to stop"
+        assert rank_0.wait(timeout=30) == -signal.SIGTERM
+    assert cancel_run(run, RecordingClient()) == "is not running"
+    write_json(run.owner, dataclasses.asdict(owner) | {"host": "login2"})
+    assert "started by hand on login2: end it there" in cancel_run(run, RecordingClient())
 
 
 def test_a_process_that_has_the_launchers_pid_now_is_left_alone(run):

@@ -73,7 +73,7 @@ def counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
     if groups.kv.size() == groups.tp.size() > 1:
         purposes[id(groups.kv)] = "shared heads"
     originals = {name: getattr(dist, name) for name in ("all_reduce", "batch_isend_irecv")}
-    gathers = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    gathers = ("all_gather_single", "reduce_scatter_single", "all_to_all_single")
     originals |= {name: getattr(dist, name) for name in gathers}
 
     def all_reduce(tensor: Any, *arguments: Any, **options: Any) -> Any:
@@ -85,12 +85,12 @@ def counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
     def gather(output: Any, tensor: Any, **options: Any) -> Any:
         group = options["group"]
         sent[purposes[id(group)]] += traffic.gather_bytes(output.nbytes, group.size())
-        return originals["all_gather_into_tensor"](output, tensor, **options)
+        return originals["all_gather_single"](output, tensor, **options)
 
     def scatter(output: Any, tensor: Any, **options: Any) -> Any:
         group = options["group"]
         sent[purposes[id(group)]] += traffic.gather_bytes(tensor.nbytes, group.size())
-        return originals["reduce_scatter_tensor"](output, tensor, **options)
+        return originals["reduce_scatter_single"](output, tensor, **options)
 
     def exchange(output: Any, tensor: Any, **options: Any) -> Any:
         group = options["group"]
@@ -105,8 +105,8 @@ def counting(groups: ProcessGroups) -> Iterator[dict[str, float]]:
 
     replaced = {
         "all_reduce": all_reduce,
-        "all_gather_into_tensor": gather,
-        "reduce_scatter_tensor": scatter,
+        "all_gather_single": gather,
+        "reduce_scatter_single": scatter,
         "all_to_all_single": exchange,
         "batch_isend_irecv": messages,
     }
