@@ -162,13 +162,16 @@ class RunDir:
 
 
 def open_run(path: Path | str) -> RunDir:
-    """An existing run folder. Raises RunFolderError where there is none."""
-    run = RunDir(resolve_place(Path(path)))
+    """An existing run folder, or the run in ./runs whose name begins with this word.
+
+    Raises RunFolderError where there is none, or more than one.
+    """
+    found = resolve_places(Path(path))
+    if len(found) > 1:
+        shown = ", ".join(run.name for run in found[:5]) + (", ..." if len(found) > 5 else "")
+        raise RunFolderError(f"{path} begins the names of {len(found)} runs: {shown}. Say more")
+    run = RunDir(found[0])
     if not run.config.is_file():
-        named = sorted(found.name for found in _named(Path(path)))
-        if len(named) > 1:
-            shown = ", ".join(named[:5]) + (", ..." if len(named) > 5 else "")
-            raise RunFolderError(f"{path} begins the names of {len(named)} runs: {shown}. Say more")
         raise RunFolderError(
             f"{path} is not a run folder (it has no config.yaml), nor the name of a run in "
             f"./{DEFAULT_ROOT}. `slurm-pt status` lists the runs"
@@ -176,20 +179,13 @@ def open_run(path: Path | str) -> RunDir:
     return run
 
 
-def resolve_place(place: Path) -> Path:
-    """The absolute path of a folder, or of the run in ./runs whose name begins with this word."""
-    chosen = _named(place)
-    return chosen[0] if len(chosen) == 1 else place.expanduser().absolute()
-
-
 def resolve_places(place: Path) -> list[Path]:
-    """The same, but all runs whose names begin with this word."""
-    return _named(place) or [place.expanduser().absolute()]
+    """The absolute path of a folder, or of the runs in ./runs that a word means.
 
-
-def _named(place: Path) -> list[Path]:
-    """The runs in ./runs that a word means: the one of this name, or all that begin with it."""
-    if place.expanduser().absolute().exists() or len(place.parts) != 1:
-        return []
+    The one of this name, or all whose names begin with it; the path itself where there are none.
+    """
+    path = place.expanduser().absolute()
+    if path.exists() or len(place.parts) != 1:
+        return [path]
     found = [run.parent.absolute() for run in Path(DEFAULT_ROOT).glob(f"{place.name}*/config.yaml")]
-    return [run for run in found if run.name == place.name] or sorted(found)
+    return [run for run in found if run.name == place.name] or sorted(found) or [path]
